@@ -9,7 +9,6 @@ import inspect
 import json
 import tomllib
 import types
-import typing
 from collections.abc import Callable, Iterator
 from functools import wraps
 from pathlib import Path
@@ -156,7 +155,7 @@ def options(settings: type[Settings]) -> Iterator[inspect.Parameter]:
 
 def panel_of(settings: type[Settings], name: str) -> str:
     """The heading under which a field is listed: the docstring's first line of the table that declares it."""
-    owner = next(c for c in reversed(settings.__mro__) if name in c.__dict__.get("__annotations__", {}))
+    owner = next(c for c in reversed(settings.__mro__) if name in inspect.get_annotations(c))
     return (owner.__doc__ or owner.__name__).strip().splitlines()[0].rstrip(".")
 
 
@@ -181,7 +180,7 @@ def with_settings(settings: type[S]) -> Callable[[Callable[..., Any]], Callable[
             flags = {k: (v if v != [] else None) for k, v in flags.items()}
             function(*args, settings=settings.resolve(flags, config), **kwargs)
 
-        command.__signature__ = inspect.Signature([*own, config, *generated])  # type: ignore[attr-defined]  # Typer reads it
+        command.__signature__ = inspect.Signature([*own, config, *generated])  # type: ignore[attr-defined]
         del command.__wrapped__  # type: ignore[attr-defined]  # else Typer would look through to the undecorated function
         command.__annotations__ = {p.name: p.annotation for p in [*own, config, *generated]}
         return command
