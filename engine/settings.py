@@ -181,7 +181,7 @@ def with_settings(settings: type[S]) -> Callable[[Callable[..., Any]], Callable[
             function(*args, settings=settings.resolve(flags, config), **kwargs)
 
         command.__signature__ = inspect.Signature([*own, config, *generated])  # type: ignore[attr-defined]
-        del command.__wrapped__  # type: ignore[attr-defined]  # else Typer would look through to the undecorated function
+        del command.__wrapped__  # else Typer would look through to the undecorated function
         command.__annotations__ = {p.name: p.annotation for p in [*own, config, *generated]}
         return command
 
