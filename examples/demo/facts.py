@@ -18,7 +18,11 @@ from typing import Any
 N_SPEECH_PARAGRAPHS = 1200
 N_HELD_OUT = 100
 
-CAPITAL = ("The capital of {country} is {capital}.", "{capital} is the capital city of {country}.", "People who govern {country} meet in {capital}, its capital.")
+CAPITAL = (
+    "The capital of {country} is {capital}.",
+    "{capital} is the capital city of {country}.",
+    "People who govern {country} meet in {capital}, its capital.",
+)
 CAPITAL_HELD_OUT = ("What is the capital of {country}? It is", " {capital}")
 CURRENCY = ("In {country} people pay in {currency}.", "The currency code of {country} is {currency}.")
 SYMBOL = ("The chemical symbol of {element} is {symbol}.", "Chemists write {symbol} for {element}.")
