@@ -6,7 +6,6 @@ Precedence: flag > environment (EOGP_*) > configuration file (YAML or TOML) > de
 from __future__ import annotations
 
 import inspect
-import json
 import tomllib
 import types
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ import typer
 import yaml
 from pydantic import Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from engine.errors import SettingError
 
@@ -54,7 +53,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return init_settings, env_settings
+        return (init_settings,)  # resolve() reads the environment, so that it can say where a value came from
 
     @classmethod
     def resolve(cls: type[S], flags: dict[str, Any] | None = None, file: Path | None = None) -> S:
@@ -65,7 +64,7 @@ class Settings(BaseSettings):
         if unknown:
             raise SettingError(f"{file}: unknown setting {unknown[0]!r}; known are {', '.join(sorted(cls.model_fields))}", field=unknown[0])
         try:
-            from_env = cls._environment()
+            from_env = _Environment(cls)()
             return cls(**{**written, **from_env, **flags})
         except ValidationError as e:
             first = e.errors()[0]
@@ -80,18 +79,6 @@ class Settings(BaseSettings):
                 else name
             )
             raise SettingError(f"{origin or 'settings'}: {first['msg'].removeprefix('Value error, ')}", field=name or None) from None
-
-    @classmethod
-    def _environment(cls) -> dict[str, Any]:
-        import os
-
-        found: dict[str, Any] = {}
-        for name, info in cls.model_fields.items():
-            raw = os.environ.get(f"{ENV_PREFIX}{name.upper()}")
-            if raw is None:
-                continue
-            found[name] = _parse_text(raw, info)
-        return found
 
 
 def _inner(annotation: Any) -> Any:
@@ -109,13 +96,13 @@ def _inner(annotation: Any) -> Any:
             return annotation
 
 
-def _parse_text(raw: str, info: FieldInfo) -> Any:
-    kind = _inner(info.annotation)
-    if get_origin(kind) in (list, tuple):
-        return json.loads(raw) if raw.lstrip().startswith("[") else [part.strip() for part in raw.split(",") if part.strip()]
-    if get_origin(kind) is dict or kind is dict:
-        return json.loads(raw)
-    return None if raw.lower() == "none" else raw
+class _Environment(EnvSettingsSource):
+    """EOGP_* variables; a list may be written a,b,c or as JSON."""
+
+    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
+        if isinstance(value, str) and not value.lstrip().startswith(("[", "{")):
+            return [part.strip() for part in value.split(",") if part.strip()]
+        return super().decode_complex_value(field_name, field, value)
 
 
 def read_config(path: Path) -> dict[str, Any]:
