@@ -1,0 +1,105 @@
+"""Search over the segments of a store: exhaustive by equation (14), or Hamming candidates re-scored by it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.blocks import BlockLayout
+from engine.search.candidates import hamming_candidates, pick_candidates
+from engine.search.request import SearchRequest, SearchResult, SegmentView, check, total_rows
+from engine.search.scoring import score_rows
+from engine.search.topk import best, ranking
+
+Found = tuple[NDArray[np.int64], NDArray[np.float64]]  # positions and scores of one query's best rows
+
+
+class Searcher:
+    """Answers queries from segments of one layout. c: (n_blocks,) the factors c_b of the stored scales; excluded (N,) bool: rows never returned.
+
+    calibration: [{"candidates": R, "recall": r}, ...], measured at index time, for candidates={"recall": ...}.
+    """
+
+    def __init__(
+        self,
+        segments: Sequence[SegmentView],
+        layout: BlockLayout,
+        c: NDArray[np.float32],
+        *,
+        excluded: NDArray[np.bool_] | None = None,
+        calibration: Sequence[dict[str, float]] | None = None,
+        threads: int = 0,
+    ) -> None:
+        self.segments = [s for s in segments if s.n]
+        self.layout = layout
+        self.c = np.asarray(c, np.float32)
+        self.n_rows = total_rows(segments)
+        self.excluded = excluded if excluded is not None and excluded.any() else None
+        self.calibration = list(calibration or [])
+        self.threads = threads
+
+    def search(self, request: SearchRequest) -> SearchResult:
+        """The top_k rows of each query in the directions asked for. Fewer come back where fewer are allowed."""
+        check(request, self.n_rows, sum(self.layout.k))
+        allowed = self._allowed(request.allowed)
+        wanted = [largest for largest, name in ((True, "proponents"), (False, "opponents")) if request.direction in (name, "both")]
+        k = min(request.top_k, max(self.n_rows, 1))
+        recall = None
+        if request.candidates is None:
+            lists, n_scored, r = self._exhaustive(request, allowed, k, wanted), self._count(allowed) * len(request.y), 0
+        else:
+            r, recall = pick_candidates(request.candidates, self.calibration, self.n_rows, k)
+            lists, n_scored = self._from_candidates(request, allowed, r, wanted)
+        ranked = {largest: ranking(lists[largest], k, largest=largest) for largest in wanted}
+        return SearchResult(ranked.get(True), ranked.get(False), "candidates" if r else "exhaustive", r, n_scored, recall)
+
+    def score(self, y: NDArray[np.float32], positions: NDArray[np.int64], score: str = "influence") -> NDArray[np.float64]:
+        """Scores (B, n) of the rows at `positions` (n,), by the plain path."""
+        out = np.zeros((len(y), len(positions)), np.float64)
+        for s in self.segments:
+            inside = np.flatnonzero((positions >= s.base) & (positions < s.base + s.n))
+            if len(inside):
+                rows = positions[inside] - s.base
+                out[:, inside] = score_rows(s.codes[rows], s.scales[rows], self.layout, self.c, y, "cosine" if score == "cosine" else "influence")
+        return out
+
+    def _allowed(self, requested: NDArray[np.bool_] | None) -> NDArray[np.bool_] | None:
+        if requested is None or self.excluded is None:
+            return requested if self.excluded is None else ~self.excluded
+        return requested & ~self.excluded
+
+    def _count(self, allowed: NDArray[np.bool_] | None) -> int:
+        return self.n_rows if allowed is None else int(np.count_nonzero(allowed))
+
+    def _exhaustive(self, request: SearchRequest, allowed: NDArray[np.bool_] | None, k: int, wanted: Sequence[bool]) -> dict[bool, list[Found]]:
+        parts: dict[bool, list[list[Found]]] = {largest: [[] for _ in request.y] for largest in wanted}
+        for s in self.segments:
+            mask = None if allowed is None else allowed[s.base : s.base + s.n]
+            rows = np.arange(s.n) if mask is None else np.flatnonzero(mask)
+            codes, scales = (s.codes, s.scales) if mask is None else (s.codes[rows], s.scales[rows])
+            scores = score_rows(codes, scales, self.layout, self.c, request.y, request.score)
+            for largest in wanted:
+                for q in range(len(request.y)):
+                    parts[largest][q].append(best(scores[q], rows + s.base, k, largest=largest))
+        return {largest: [_join(p) for p in parts[largest]] for largest in wanted}
+
+    def _from_candidates(
+        self, request: SearchRequest, allowed: NDArray[np.bool_] | None, r: int, wanted: Sequence[bool]
+    ) -> tuple[dict[bool, list[Found]], int]:
+        found: dict[bool, list[Found]] = {}
+        n_scored = 0
+        for largest in wanted:
+            near = hamming_candidates(self.segments, self.layout, request.y, r, allowed, complement=not largest)
+            found[largest] = []
+            for q, positions in enumerate(near):
+                found[largest].append((positions, self.score(request.y[q : q + 1], positions, request.score)[0]))
+                n_scored += len(positions)
+        return found, n_scored
+
+
+def _join(parts: Sequence[Found]) -> Found:
+    if not parts:
+        return np.zeros(0, np.int64), np.zeros(0, np.float64)
+    return np.concatenate([p for p, _ in parts]), np.concatenate([s for _, s in parts])
