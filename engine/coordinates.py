@@ -1,0 +1,241 @@
+"""Stage 1: the selected coordinates of each example's half-whitened gradient in the eigenbasis.
+
+t = (Q_S^T G Q_A) / sqrt(Lambda + lambda), restricted to the selected positions o * d_in + i. G = sum_t delta_t a_t^T is never formed: activations and
+output gradients are rotated first, and only by the columns of Q_A and Q_S that the selection uses.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engine.capture import Capture
+from engine.errors import ModelError, StoreError
+from engine.example import Batch
+from engine.loss import Labels, LossStats
+from engine.model import LoadedModel
+from engine.modules import TrackedModule, track
+
+Selection = dict[str, NDArray[np.int64]]
+ConsumeCoordinates = Callable[[str, Tensor], None]
+_TENSORS, _TABLE = "coordinates.safetensors", "coordinates.json"
+_GPU_OUTER_BYTES = 256 * 10**6
+
+
+@dataclass
+class ModuleMap:
+    """Stage 1 of one module.
+
+    q_s (d_out, r_s), q_a (d_in, r_a): the used columns of the eigenbases (q_a is shared in an input group, so it may hold more columns than this module
+    uses). rows (m,), columns (m,) int64: each coordinate's column in q_s and q_a. positions (m,) int64: o * d_in + i. lam (m,) float32: corrected
+    eigenvalues there. damping: lambda_u.
+    """
+
+    tracked: TrackedModule
+    q_s: Tensor
+    q_a: Tensor
+    rows: Tensor
+    columns: Tensor
+    positions: NDArray[np.int64]
+    lam: Tensor
+    damping: float
+    group: str
+
+    def __post_init__(self) -> None:
+        self.inverse_root = (self.lam.double() + self.damping).rsqrt().to(self.lam.dtype)
+        self.flat = self.rows * self.q_a.shape[1] + self.columns
+
+
+class CoordinateMap:
+    """batch -> {module: (B, m_u)} stage-1 coordinates, streamed module by module in the order of the backward pass."""
+
+    def __init__(self, loaded: LoadedModel, maps: Mapping[str, ModuleMap]) -> None:
+        self.loaded = loaded
+        self.maps = dict(maps)
+        self.capture = Capture(loaded, [m.tracked for m in self.maps.values()])
+
+    @classmethod
+    def from_curvature(cls, loaded: LoadedModel, curvature: Any, selection: Selection) -> CoordinateMap:
+        """Keep what `selection` needs of a fitted Curvature; modules without a selected position are left out."""
+        parts = {}
+        for name, positions in selection.items():
+            if len(positions):
+                c = curvature.modules[name]
+                lam = c.lam_at(positions) if hasattr(c, "lam_at") else torch.as_tensor(c.lam).reshape(-1)[torch.from_numpy(positions)]
+                parts[name] = (np.asarray(positions, np.int64), torch.as_tensor(lam), float(c.damping))
+        tracked = {t.name: t for t in track(loaded).tracked}
+        columns = _used_columns(tracked, {name: p[0] for name, p in parts.items()})
+        maps = {}
+        bases: dict[str, Tensor] = {}
+        for name, (positions, lam, damping) in parts.items():
+            t, c = tracked[name], curvature.modules[name]
+            group, used = columns[name]
+            device, dtype = _compute(loaded, t)
+            if group not in bases:
+                bases[group] = torch.as_tensor(c.q_a)[:, torch.from_numpy(used)].to(device, dtype).contiguous()
+            used_rows = np.unique(positions // t.d_in)
+            q_s = torch.as_tensor(c.q_s)[:, torch.from_numpy(used_rows)].to(device, dtype).contiguous()
+            maps[name] = _map(t, positions, used_rows, used, q_s, bases[group], lam.to(device, dtype), damping, group)
+        return cls(loaded, {t.name: maps[t.name] for t in tracked.values() if t.name in maps})
+
+    @property
+    def modules(self) -> list[TrackedModule]:
+        return [m.tracked for m in self.maps.values()]
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """m_u of each module."""
+        return {name: len(m.positions) for name, m in self.maps.items()}
+
+    def stream(self, batch: Batch, consume: ConsumeCoordinates, *, per_position: bool = False, labels: Labels = "true", seed: int = 0) -> LossStats:
+        """Call consume(name, z) once per module: z (B, m_u) float32 (float64 for a float64 model), or (B, T, m_u) per position, which sums to it over T."""
+        rotated: dict[str, tuple[Tensor, Tensor]] = {}
+        left = {m.group: 0 for m in self.maps.values()}
+        for m in self.maps.values():
+            left[m.group] += 1
+
+        def project(tracked: TrackedModule, a: Tensor, delta: Tensor) -> None:
+            m = self.maps[tracked.name]
+            held = rotated.get(m.group)
+            if held is None or held[0].data_ptr() != a.data_ptr():
+                held = rotated[m.group] = (a, _rotate(a, m.q_a, tracked.bias))
+            left[m.group] -= 1
+            if not left[m.group]:
+                del rotated[m.group]
+            v = delta.to(m.q_s.dtype) @ m.q_s
+            consume(tracked.name, _per_position(m, v, held[1], batch.input_ids.shape[1]) if per_position else _summed(m, v, held[1]))
+
+        return self.capture.stream(batch, project, labels=labels, seed=seed)
+
+    def __call__(self, batch: Batch) -> dict[str, Tensor]:
+        """All modules at once: {module: (B, m_u)}."""
+        found: dict[str, Tensor] = {}
+        self.stream(batch, found.__setitem__)
+        return {name: found[name] for name in self.maps}
+
+    def save(self, folder: Path) -> None:
+        """coordinates.safetensors (used columns, positions, eigenvalues) and coordinates.json (shapes, groups, damping)."""
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors: dict[str, Tensor] = {}
+        table: dict[str, Any] = {}
+        for name, m in self.maps.items():
+            tensors[f"{name}/q_s"] = m.q_s.contiguous()
+            tensors[f"{name}/positions"] = torch.from_numpy(np.ascontiguousarray(m.positions))
+            tensors[f"{name}/lam"] = m.lam
+            tensors.setdefault(f"{m.group}//q_a", m.q_a.contiguous())
+            t = m.tracked
+            table[name] = {"group": m.group, "d_out": t.d_out, "d_in": t.d_in, "bias": t.bias, "layer": t.layer, "damping": m.damping}
+        used = {m.group: columns for m, columns in ((m, self._columns(m)) for m in self.maps.values())}
+        for group, columns in used.items():
+            tensors[f"{group}//columns"] = columns
+        save_file({key: value.cpu() for key, value in tensors.items()}, folder / _TENSORS)
+        (folder / _TABLE).write_text(json.dumps({"format": 1, "modules": table}, indent=1), encoding="utf-8")
+
+    def _columns(self, m: ModuleMap) -> Tensor:
+        """Columns of Q_A that the group's q_a holds."""
+        found = torch.full((m.q_a.shape[1],), -1, dtype=torch.int64)
+        for other in self.maps.values():
+            if other.group == m.group:
+                found[other.columns.cpu()] = torch.from_numpy(other.positions % other.tracked.d_in)
+        return found
+
+    @classmethod
+    def load(cls, folder: Path, loaded: LoadedModel) -> CoordinateMap:
+        """Inverse of `save`. Raises StoreError for missing files, ModelError where the model has other modules than those stored."""
+        try:
+            table = json.loads((folder / _TABLE).read_text(encoding="utf-8"))["modules"]
+            tensors = load_file(folder / _TENSORS)
+        except (OSError, ValueError, KeyError) as e:
+            raise StoreError(f"cannot read the stage-1 coordinates in {folder}: {e}") from None
+        tracked = {t.name: t for t in track(loaded).tracked}
+        maps = {}
+        bases: dict[str, Tensor] = {}
+        for name, row in table.items():
+            t = tracked.get(name)
+            if t is None or (t.d_out, t.d_in, t.bias) != (row["d_out"], row["d_in"], row["bias"]):
+                raise ModelError(f"the store was built with a module {name} of {row['d_out']} x {row['d_in']}, which the loaded model does not have")
+            device, dtype = _compute(loaded, t)
+            group = row["group"]
+            if group not in bases:
+                bases[group] = tensors[f"{group}//q_a"].to(device, dtype)
+            positions = tensors[f"{name}/positions"].numpy()
+            used_rows = np.unique(positions // t.d_in)
+            q_s, lam = tensors[f"{name}/q_s"].to(device, dtype), tensors[f"{name}/lam"].to(device, dtype)
+            maps[name] = _map(t, positions, used_rows, tensors[f"{group}//columns"].numpy(), q_s, bases[group], lam, row["damping"], group)
+        return cls(loaded, maps)
+
+
+def _compute(loaded: LoadedModel, t: TrackedModule) -> tuple[torch.device, torch.dtype]:
+    """Where a module's projection lives and its precision: float32, or float64 for a float64 model."""
+    weight = next(t.module.parameters())
+    return weight.device, torch.float64 if loaded.dtype == torch.float64 else torch.float32
+
+
+def _used_columns(tracked: Mapping[str, TrackedModule], positions: Selection) -> dict[str, tuple[str, NDArray[np.int64]]]:
+    """For each module its group and the union of the columns of Q_A that the group's modules use."""
+    unknown = sorted(set(positions) - set(tracked))
+    if unknown:
+        raise ModelError(f"module {unknown[0]} was selected, and the loaded model does not track it")
+    union: dict[str, NDArray[np.int64]] = {}
+    for name, p in positions.items():
+        group = tracked[name].input_group
+        columns = np.unique(p % tracked[name].d_in)
+        union[group] = np.union1d(union[group], columns) if group in union else columns
+    return {name: (tracked[name].input_group, union[tracked[name].input_group]) for name in positions}
+
+
+def _map(
+    t: TrackedModule,
+    positions: NDArray[np.int64],
+    used_rows: NDArray[np.int64],
+    used_columns: NDArray[np.int64],
+    q_s: Tensor,
+    q_a: Tensor,
+    lam: Tensor,
+    damping: float,
+    group: str,
+) -> ModuleMap:
+    rows = torch.from_numpy(np.searchsorted(used_rows, positions // t.d_in)).to(q_s.device)
+    columns = torch.from_numpy(np.searchsorted(used_columns, positions % t.d_in)).to(q_s.device)
+    return ModuleMap(t, q_s, q_a, rows, columns, positions, lam, damping, group)
+
+
+def _rotate(a: Tensor, q_a: Tensor, bias: bool) -> Tensor:
+    """(B, T, d) -> (B, T, r): a Q_A, with the row of the bias's constant 1 added rather than multiplied."""
+    a = a.to(q_a.dtype)
+    if not bias:
+        return a @ q_a
+    b, t, d = a.shape
+    return torch.addmm(q_a[-1], a.reshape(b * t, d), q_a[:-1]).view(b, t, -1)
+
+
+def _summed(m: ModuleMap, v: Tensor, u: Tensor) -> Tensor:
+    """v (B, T, r_s), u (B, T, r_a) -> z (B, m): the selected entries of v^T u, half-whitened."""
+    size = v.shape[2] * u.shape[2] * v.element_size()
+    step = 1 if v.device.type == "cpu" else max(1, _GPU_OUTER_BYTES // size)
+    z = v.new_empty((len(v), len(m.flat)))
+    for start in range(0, len(v), step):
+        outer = v[start : start + step].transpose(1, 2) @ u[start : start + step]
+        torch.index_select(outer.flatten(1), 1, m.flat, out=z[start : start + step])
+    return z.mul_(m.inverse_root)
+
+
+def _per_position(m: ModuleMap, v: Tensor, u: Tensor, length: int) -> Tensor:
+    """z (B, T, m) whose sum over T is `_summed`; calls of a module that is used twice are added, one vector per example counts for position 0."""
+    z = v[..., m.rows] * u[..., m.columns] * m.inverse_root
+    if z.shape[1] == length:
+        return z
+    if z.shape[1] % length == 0:
+        return z.view(len(z), -1, length, z.shape[2]).sum(1)
+    out = z.new_zeros((len(z), length, z.shape[2]))
+    out[:, 0] = z.sum(1)
+    return out

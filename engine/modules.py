@@ -1,0 +1,161 @@
+"""Which linear modules carry the gradient: attention and MLP linears, a small classification head, or the adapters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from engine.errors import ModelError
+
+if TYPE_CHECKING:
+    from engine.model import LoadedModel
+
+_BLOCK = re.compile(r"(?:^|\.)(?:layers?|h|blocks?|block)\.(\d+)(?:\.|$)")
+
+
+@dataclass(frozen=True, eq=False)
+class TrackedModule:
+    """A linear module whose weight gradient is attributed: G = sum_t delta_t a_t^T, (d_out, d_in).
+
+    d_in counts the constant 1 of a bias (appended last). layer: 0-based block index, -1 outside the blocks. input_group: the name of the first
+    module that is fed by the same tensor (q/k/v, gate/up share one input, so one activation covariance and one basis Q_A).
+    """
+
+    name: str
+    module: nn.Module
+    d_out: int
+    d_in: int
+    bias: bool
+    layer: int
+    input_group: str
+
+    @property
+    def n_parameters(self) -> int:
+        return self.d_out * self.d_in
+
+
+@dataclass(frozen=True)
+class ModuleReport:
+    """What is tracked, in the order of the forward pass, and what is not: (name, reason, number of parameters)."""
+
+    tracked: list[TrackedModule]
+    skipped: list[tuple[str, str, int]]
+    tracked_parameters: int
+    total_parameters: int
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def share(self) -> float:
+        """Tracked share of all parameters."""
+        return self.tracked_parameters / max(self.total_parameters, 1)
+
+
+def bare(model: Any) -> Any:
+    """The transformers model itself, inside a PEFT wrapper or not."""
+    return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
+
+
+def layer_of(name: str) -> int:
+    """Block index in a module's name ('model.layers.3.mlp.up_proj' -> 3), -1 where there is none."""
+    found = _BLOCK.search(name)
+    return int(found.group(1)) if found else -1
+
+
+def linear_shape(module: nn.Module) -> tuple[int, int] | None:
+    """(d_out, d_in) of a linear module without the bias's column; None for anything else."""
+    if isinstance(module, nn.Linear):
+        return module.out_features, module.in_features
+    if isinstance(module, Conv1D):
+        return int(module.nf), int(module.nx)
+    return None
+
+
+def track(loaded: LoadedModel) -> ModuleReport:
+    """Choose the modules to attribute to. Runs the model once on two tokens to learn the order and which modules share an input.
+
+    Raises ModelError where nothing can be tracked.
+    """
+    model = bare(loaded.model)
+    adapters = loaded.adapters_tracked
+    head = model.get_output_embeddings() if loaded.task == "causal-lm" else None
+    chosen: dict[str, nn.Module] = {}
+    skipped: list[tuple[str, str, int]] = []
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        own = [p for p in module.parameters(recurse=False) if id(p) not in seen]
+        seen.update(id(p) for p in own)
+        size = sum(p.numel() for p in own)
+        shape = linear_shape(module)
+        reason = None
+        if shape is None:
+            reason = "embedding" if isinstance(module, nn.Embedding) else f"not a linear layer ({type(module).__name__})"
+        elif module is head:
+            reason = "vocabulary head"
+        elif adapters and not _adapter(name):
+            reason = "base weight under an adapter"
+        elif not adapters and _adapter(name) and loaded.has_adapters:
+            reason = "adapter (attribution goes to the base weights)"
+        if reason is None:
+            chosen[name] = module
+        elif size:
+            skipped.append((name, reason, size))
+    order, groups = _probe(loaded, chosen)
+    tracked = []
+    for name, module in chosen.items():
+        if name not in order:
+            skipped.append((name, "not called in the forward pass", sum(p.numel() for p in module.parameters(recurse=False))))
+    for name in order:
+        module = chosen[name]
+        d_out, d_in = linear_shape(module) or (0, 0)
+        bias = getattr(module, "bias", None) is not None
+        tracked.append(TrackedModule(name, module, d_out, d_in + bias, bias, layer_of(name), groups[name]))
+    if not tracked:
+        raise ModelError(f"{loaded.source}: no linear layer that could be attributed to was found in {type(model).__name__}", code="nothing-tracked")
+    total = sum({id(p): p.numel() for p in model.parameters()}.values())
+    return ModuleReport(tracked, skipped, sum(t.n_parameters for t in tracked), total)
+
+
+def _adapter(name: str) -> bool:
+    return ".lora_A." in name or ".lora_B." in name or ".modules_to_save." in name
+
+
+def _probe(loaded: LoadedModel, chosen: dict[str, nn.Module]) -> tuple[list[str], dict[str, str]]:
+    """Order of first calls, and for each module (and bias or not) the first module with the same input tensor."""
+    order: list[str] = []
+    kept: list[Tensor] = []  # keeps the tensors alive, so that an address identifies a tensor
+    first: dict[tuple[Any, ...], str] = {}
+    groups: dict[str, str] = {}
+
+    def watch(name: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x: Tensor = args[0] if args else next(iter(kwargs.values()))
+            if name in groups:
+                return
+            kept.append(x)
+            biased = getattr(module, "bias", None) is not None
+            key = (x.data_ptr(), x.device, x.dtype, tuple(x.shape), tuple(x.stride()), x._version, biased)
+            order.append(name)
+            groups[name] = first.setdefault(key, name)
+
+        return hook
+
+    handles = [module.register_forward_pre_hook(watch(name), with_kwargs=True) for name, module in chosen.items()]
+    try:
+        with torch.no_grad():
+            ids = torch.zeros((1, 2), dtype=torch.int64, device=loaded.device)
+            bare(loaded.model)(input_ids=ids, attention_mask=torch.ones_like(ids), **loaded.call_options)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return order, groups
+
+
+def iter_names(tracked: list[TrackedModule]) -> Iterator[tuple[str, int]]:
+    """(name, layer) pairs, as the grouping of modules into blocks takes them."""
+    return ((t.name, t.layer) for t in tracked)
