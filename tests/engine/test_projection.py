@@ -1,0 +1,238 @@
+"""Stage 2 against a naive float64 SVD, and what it must conserve."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from engine.errors import NumericalError, SettingError, StoreError
+from engine.pca import gram, random_rotation, spectrum
+from engine.projection import HEADER, MATRIX, Projection, fit_projection, project_rows
+from engine.signs import block_scales, decode, encode
+
+WIDTHS = {"a": 30, "b": 7, "c": 45}
+BLOCKS = {"module": {"a": ["a"], "b": ["b"], "c": ["c"]}, "layer": {"layer.0": ["a", "b"], "layer.1": ["c"]}, "model": {"model": ["a", "b", "c"]}}
+Z = dict[str, NDArray[np.float32]]
+
+
+def coordinates(n: int, seed: int = 0, decay: float = 0.7) -> Z:
+    """Coordinates with a falling spectrum and uneven norms, as gradients have."""
+    rng = np.random.default_rng(seed)
+    norms = rng.lognormal(0, 1, (n, 1))
+    return {name: (norms * rng.standard_normal((n, w)) * np.arange(1, w + 1) ** -decay).astype(np.float32) for name, w in WIDTHS.items()}
+
+
+def tensors(z: Z) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(value) for name, value in z.items()}
+
+
+def flat(z: Z, names: list[str]) -> NDArray[np.float64]:
+    return np.concatenate([z[name] for name in names], axis=1).astype(np.float64)
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("rotate", [False, True])
+@pytest.mark.parametrize("normalise", [False, True])
+def test_pca_spans_what_a_float64_svd_spans(kind: str, rotate: bool, normalise: bool) -> None:
+    z, blocks = coordinates(40), BLOCKS[kind]
+    k = {block: 3 + b for b, block in enumerate(blocks)}
+    projection = fit_projection(z, blocks, k, rotate=rotate, normalise=normalise, dtype=torch.float32)
+    norms = np.linalg.norm(flat(z, list(WIDTHS)), axis=1, keepdims=True)
+    for b, (block, names) in enumerate(blocks.items()):
+        data = flat(z, names) / (norms if normalise else 1)
+        right = np.linalg.svd(data, full_matrices=False)[2][: k[block]].T
+        p = np.concatenate([projection.matrices[name].numpy().astype(np.float64) for name in names]) * projection.gain[b]
+        np.testing.assert_allclose(p.T @ p, np.eye(k[block]), atol=2e-6)
+        np.testing.assert_allclose(p @ p.T, right @ right.T, atol=5e-6)
+        if not rotate:
+            np.testing.assert_allclose(np.abs(np.sum(p * right, axis=0)), 1, atol=5e-6)
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("rotate", [False, True])
+def test_full_rank_keeps_dot_products_of_fitting_examples(kind: str, rotate: bool) -> None:
+    z, blocks = coordinates(25), BLOCKS[kind]
+    projection = fit_projection(z, blocks, 25, rotate=rotate, dtype=torch.float32)
+    x = projection.project(tensors(z)).numpy().astype(np.float64)
+    whole = flat(z, list(WIDTHS))
+    norms = np.linalg.norm(whole, axis=1)
+    error = np.abs(x @ x.T - whole @ whole.T) / np.outer(norms, norms)
+    assert error.max() <= 1e-4
+    assert projection.layout.k == tuple(min(25, sum(WIDTHS[name] for name in names)) for names in blocks.values())
+
+
+def test_a_blocks_gram_is_the_sum_of_its_modules() -> None:
+    z = coordinates(20)
+    whole = flat(z, list(WIDTHS))
+    parts = sum(gram(z, [name]) for name in WIDTHS)
+    np.testing.assert_allclose(parts, whole @ whole.T, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(gram(z, list(WIDTHS)), parts, rtol=1e-12, atol=1e-12)
+
+
+def test_column_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    z = coordinates(20)
+    before, projected = gram(z, list(WIDTHS)), fit_projection(z, BLOCKS["model"], 8)
+    monkeypatch.setattr("engine.pca._CHUNK_BYTES", 8 * 20 * 3)
+    monkeypatch.setattr("engine.projection._CONVERT", 16)
+    np.testing.assert_allclose(gram(z, list(WIDTHS)), before, rtol=1e-13, atol=1e-13)
+    again = fit_projection(z, BLOCKS["model"], 8)
+    np.testing.assert_allclose(again.project(tensors(z)), projected.project(tensors(z)), rtol=1e-4, atol=1e-5)
+
+
+def test_small_singular_values_are_dropped() -> None:
+    rng = np.random.default_rng(0)
+    left, right = np.linalg.qr(rng.standard_normal((9, 4)))[0], np.linalg.qr(rng.standard_normal((30, 4)))[0]
+    matrix = left * np.array([1.0, 1e-2, 2e-4, 0.5e-4]) @ right.T
+    found = spectrum(torch.from_numpy(matrix @ matrix.T))
+    assert found.rank == 3
+    np.testing.assert_allclose(found.singular, [1.0, 1e-2, 2e-4], rtol=1e-6)
+    assert found.energy == pytest.approx(np.square(matrix).sum())
+
+
+def test_rotation_is_orthogonal_and_seeded() -> None:
+    r = random_rotation(33, np.random.default_rng(5))
+    np.testing.assert_allclose(r.T @ r, np.eye(33), atol=1e-12)
+    assert torch.equal(r, random_rotation(33, np.random.default_rng(5)))
+    z = coordinates(30)
+    first, second = (fit_projection(z, BLOCKS["model"], 16, seed=s).project(tensors(z)) for s in (0, 1))
+    assert not torch.allclose(first, second)
+    np.testing.assert_allclose(first @ first.T, second @ second.T, rtol=5e-2, atol=5e-2)
+
+
+def test_rotation_evens_out_the_energy_of_the_bits() -> None:
+    z = coordinates(60, decay=1.5)
+    plain, turned = (fit_projection(z, BLOCKS["model"], 24, rotate=r).project(tensors(z)).square().mean(0) for r in (False, True))
+    assert turned.max() / turned.mean() < plain.max() / plain.mean() / 3
+
+
+def test_k_above_the_rank_is_reduced_with_a_notice_or_refused_with_the_number() -> None:
+    z = coordinates(12)
+    projection = fit_projection(z, BLOCKS["module"], 10)
+    assert projection.layout.k == (10, 7, 10)
+    assert projection.info["rank"]["b"] == 7
+    assert projection.info["notices"] == ["block b: k reduced from 10 to 7, as it has 7 independent gradients among its 12 fitting examples"]
+    with pytest.raises(SettingError, match=r"block b has only 7 .* k = 10 is too large") as caught:
+        fit_projection(z, BLOCKS["module"], 10, explicit_k=True)
+    assert caught.value.field == "k"
+
+
+def test_repeated_examples_do_not_raise_the_rank() -> None:
+    z = {name: np.repeat(value, 3, axis=0) for name, value in coordinates(5).items()}
+    assert fit_projection(z, BLOCKS["model"], 9).layout.k == (5,)
+
+
+def test_a_block_without_energy_gives_zero_scales() -> None:
+    z = coordinates(10)
+    z["c"][:] = 0
+    projection = fit_projection(z, BLOCKS["layer"], 6)
+    assert projection.layout.k == (6, 1)
+    assert projection.c[1] == 1
+    x = projection.project(tensors(z)).numpy()
+    _, scales = encode(x, projection.layout, projection.c, projection.scale)
+    assert (scales[:, 1] == 0).all()
+    assert (scales[:, 0] > 0).all()
+
+
+def test_non_finite_coordinates_are_named() -> None:
+    z = coordinates(6)
+    z["b"][4, 2] = np.inf
+    with pytest.raises(NumericalError, match="module b: .* fitting example 4"):
+        fit_projection(z, BLOCKS["model"], 3)
+
+
+@pytest.mark.parametrize("method", ["pca", "srht"])
+@pytest.mark.parametrize("scale", ["l1", "unbiased"])
+def test_c_is_the_geometric_mean_of_the_fitting_scales(method: str, scale: str) -> None:
+    z = coordinates(30)
+    projection = fit_projection(z, BLOCKS["layer"], 12, method=method, scale=scale)
+    s = block_scales(projection.project(tensors(z)).numpy(), projection.layout, scale)
+    np.testing.assert_allclose(projection.c, np.exp(np.log(s).mean(axis=0)), rtol=1e-4)
+    stored = encode(projection.project(tensors(z)).numpy(), projection.layout, projection.c, projection.scale)[1].astype(np.float64)
+    np.testing.assert_allclose(np.log(stored).mean(axis=0), 0, atol=1e-3)
+
+
+@pytest.mark.parametrize("method", ["pca", "srht"])
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_save_and_load_are_inverse(tmp_path: Path, method: str, kind: str) -> None:
+    z = coordinates(30)
+    projection = fit_projection(z, BLOCKS[kind], 7, method=method)
+    projection.save(tmp_path)
+    again = Projection.load(tmp_path)
+    assert (again.layout, again.block_modules, again.widths, again.scale, again.method, again.info) == (
+        projection.layout,
+        projection.block_modules,
+        projection.widths,
+        projection.scale,
+        projection.method,
+        projection.info,
+    )
+    np.testing.assert_array_equal(again.c, projection.c)
+    assert torch.equal(again.project(tensors(z)), projection.project(tensors(z)))
+    assert again.projection_bytes == projection.projection_bytes == (0 if method == "srht" else 2 * sum(7 * w for w in WIDTHS.values()))
+
+
+def test_a_damaged_projection_is_refused(tmp_path: Path) -> None:
+    fit_projection(coordinates(12), BLOCKS["model"], 5).save(tmp_path)
+    np.save(tmp_path / MATRIX, np.load(tmp_path / MATRIX)[:-1])
+    with pytest.raises(StoreError, match="409 entries, the layout needs 410"):
+        Projection.load(tmp_path)
+    (tmp_path / HEADER).write_text("{")
+    with pytest.raises(StoreError, match="cannot be read"):
+        Projection.load(tmp_path)
+    with pytest.raises(StoreError, match="cannot be read"):
+        Projection.load(tmp_path / "missing")
+
+
+@pytest.mark.parametrize("method", ["pca", "srht"])
+def test_positions_add_up_and_back_is_the_transpose(method: str) -> None:
+    z = tensors(coordinates(30))
+    projection = fit_projection(coordinates(30), BLOCKS["layer"], 6, method=method)
+    parts = {name: torch.stack([0.25 * value, 0.75 * value], dim=1) for name, value in z.items()}
+    x = projection.project(z)
+    positions = projection.start((30, 2))
+    for name in reversed(projection.modules):
+        assert projection.add(positions, name, parts[name]) is positions
+    torch.testing.assert_close(projection.finish(positions).sum(1), x, rtol=1e-4, atol=1e-5)
+    w = torch.from_numpy(np.random.default_rng(1).standard_normal((30, projection.layout.total_k)).astype(np.float32))
+    through = sum((projection.back(name, w) * z[name]).sum(-1) for name in projection.modules)
+    torch.testing.assert_close(through, (x * w).sum(-1), rtol=1e-4, atol=1e-4)
+
+
+def test_wrong_width_is_refused() -> None:
+    projection = fit_projection(coordinates(10), BLOCKS["model"], 4)
+    with pytest.raises(ValueError, match="module b has 7 coordinates, got 8"):
+        projection.add(projection.start((1,)), "b", torch.zeros(1, 8))
+
+
+def test_srht_products_are_unbiased() -> None:
+    z = coordinates(4)
+    whole = flat(z, list(WIDTHS))
+    exact, norms = whole @ whole.T, np.linalg.norm(whole, axis=1)
+    found = []
+    for seed in range(400):
+        x = fit_projection(z, BLOCKS["model"], 16, method="srht", seed=seed).project(tensors(z)).numpy().astype(np.float64)
+        found.append(x @ x.T / np.outer(norms, norms))
+    error = np.mean(found, axis=0) - exact / np.outer(norms, norms)
+    assert np.abs(error).max() < 5 * np.std(found, axis=0).max() / np.sqrt(400)
+
+
+def test_project_rows_equals_project() -> None:
+    z = coordinates(23)
+    projection = fit_projection(z, BLOCKS["layer"], 9)
+    np.testing.assert_allclose(project_rows(projection, z, rows=5), projection.project(tensors(z)), rtol=1e-5, atol=1e-6)
+
+
+def test_one_bit_scores_of_fitting_examples_track_the_floats() -> None:
+    """Rotated bits with the unbiased scale estimate the dot products without bias: the slope of one-bit on float scores is 1."""
+    z = coordinates(60, decay=0.3)
+    projection = fit_projection(z, BLOCKS["model"], 60)
+    x = projection.project(tensors(z)).numpy()
+    codes, scales = encode(x, projection.layout, projection.c, projection.scale)
+    bits = x.astype(np.float64) @ decode(codes, scales, projection.layout, projection.c).T
+    exact = x.astype(np.float64) @ x.T
+    assert np.corrcoef(bits.ravel(), exact.ravel())[0, 1] > 0.9
+    np.testing.assert_allclose(np.diag(bits), np.diag(exact), rtol=2e-3)
