@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -71,8 +72,7 @@ def pick_candidates(asked: int | dict[str, float], calibration: Sequence[dict[st
 
 
 def _selector(mask: NDArray[np.bool_]) -> Any:
-    import faiss
-
+    faiss: Any = import_module("faiss")  # its stubs do not know the Python wrappers
     packed = np.packbits(mask, bitorder="little")
     parameters = faiss.SearchParameters(sel=faiss.IDSelectorBitmap(packed))
     parameters.keep = packed  # FAISS keeps a bare pointer

@@ -114,7 +114,7 @@ def _check_scalar(value: Any, where: str) -> None:
 def _evaluate(node: dict[str, Any], table: pa.Table, ids: Any) -> NDArray[np.bool_]:
     if "and" in node or "or" in node:
         join = np.logical_and if "and" in node else np.logical_or
-        parts = node.get("and", node.get("or"))
+        parts = node["and"] if "and" in node else node["or"]
         mask = _evaluate(parts[0], table, ids)
         for part in parts[1:]:
             join(mask, _evaluate(part, table, ids), out=mask)
@@ -146,10 +146,8 @@ def _test(column: Any, field: str, test: str, value: Any) -> NDArray[np.bool_]:
         if test in _RANGES:
             raise FilterError(f"filter: field {_short(field)} holds {kind}, which has no order with {_short(value)}", field="filter")
         return np.zeros(n, np.bool_)  # nothing of another type is equal
-    if test == "in":
-        found = pc.is_in(column, value_set=_array(usable, kind))
-    else:
-        found = getattr(pc, _RANGES.get(test, "equal"))(_plain(column), _scalar(value, kind))
+    compare = getattr(pc, _RANGES.get(test, "equal"))
+    found = pc.is_in(column, value_set=_array(usable, kind)) if test == "in" else compare(_plain(column), _scalar(value, kind))
     return np.asarray(pc.fill_null(found, False).to_numpy(zero_copy_only=False), np.bool_)
 
 

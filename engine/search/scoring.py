@@ -39,3 +39,13 @@ def score_rows(
         length = np.linalg.norm(y64, axis=1)[:, None] * row_norms(scales, layout, c)[None, :]
         out = np.divide(out, length, out=np.zeros_like(out), where=length > 0)
     return out
+
+
+def decode(codes: NDArray[np.uint8], scales: NDArray[np.float16], layout: BlockLayout, c: NDArray[np.float32]) -> NDArray[np.float32]:
+    """(n, total_k) s_{i,b} b_{i,b}: rows whose inner product with y is (14)."""
+    s = scales.astype(np.float32) * np.asarray(c, np.float32)
+    parts = [
+        (2 * np.unpackbits(codes[:, byte : byte + n_bytes], axis=1, bitorder="little", count=k).astype(np.float32) - 1) * s[:, b : b + 1]
+        for b, (byte, n_bytes, _, k) in enumerate(spans(layout))
+    ]
+    return np.concatenate(parts, axis=1)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.blocks import BlockLayout
 from engine.search.candidates import hamming_candidates, pick_candidates
-from engine.search.request import SearchRequest, SearchResult, SegmentView, check, total_rows
-from engine.search.scoring import score_rows
+from engine.search.request import Score, SearchRequest, SearchResult, SegmentView, check, total_rows
+from engine.search.scoring import decode, score_rows
 from engine.search.topk import best, ranking
 
 Found = tuple[NDArray[np.int64], NDArray[np.float64]]  # positions and scores of one query's best rows
@@ -55,15 +55,27 @@ class Searcher:
         ranked = {largest: ranking(lists[largest], k, largest=largest) for largest in wanted}
         return SearchResult(ranked.get(True), ranked.get(False), "candidates" if r else "exhaustive", r, n_scored, recall)
 
-    def score(self, y: NDArray[np.float32], positions: NDArray[np.int64], score: str = "influence") -> NDArray[np.float64]:
+    def score(self, y: NDArray[np.float32], positions: NDArray[np.int64], score: Score = "influence") -> NDArray[np.float64]:
         """Scores (B, n) of the rows at `positions` (n,), by the plain path."""
         out = np.zeros((len(y), len(positions)), np.float64)
+        for s, inside in self._grouped(positions):
+            rows = positions[inside] - s.base
+            out[:, inside] = score_rows(s.codes[rows], s.scales[rows], self.layout, self.c, y, score)
+        return out
+
+    def decode(self, positions: NDArray[np.int64]) -> NDArray[np.float32]:
+        """(n, total_k) decoded rows s b, in the order of `positions`."""
+        out = np.zeros((len(positions), sum(self.layout.k)), np.float32)
+        for s, inside in self._grouped(positions):
+            rows = positions[inside] - s.base
+            out[inside] = decode(s.codes[rows], s.scales[rows], self.layout, self.c)
+        return out
+
+    def _grouped(self, positions: NDArray[np.int64]) -> Iterator[tuple[SegmentView, NDArray[np.int64]]]:
         for s in self.segments:
             inside = np.flatnonzero((positions >= s.base) & (positions < s.base + s.n))
             if len(inside):
-                rows = positions[inside] - s.base
-                out[:, inside] = score_rows(s.codes[rows], s.scales[rows], self.layout, self.c, y, "cosine" if score == "cosine" else "influence")
-        return out
+                yield s, inside
 
     def _allowed(self, requested: NDArray[np.bool_] | None) -> NDArray[np.bool_] | None:
         if requested is None or self.excluded is None:
