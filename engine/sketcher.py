@@ -92,7 +92,7 @@ class Sketcher:
         norm_sq = torch.zeros(len(batch.ids), dtype=torch.float64, device=self.loaded.device)
 
         def consume(name: str, z: torch.Tensor) -> None:
-            norm_sq.add_(z.double().square().sum(-1))
+            norm_sq.add_(z.double().square().sum(-1).to(norm_sq.device))
             self.projection.add(y, name, z)
 
         stats = self.coordinates.stream(batch, consume)

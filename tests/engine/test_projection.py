@@ -140,7 +140,7 @@ def test_a_block_without_energy_gives_zero_scales() -> None:
 def test_non_finite_coordinates_are_named() -> None:
     z = coordinates(6)
     z["b"][4, 2] = np.inf
-    with pytest.raises(NumericalError, match="module b: .* fitting example 4"):
+    with pytest.raises(NumericalError, match=r"module b: .* fitting example 4"):
         fit_projection(z, BLOCKS["model"], 3)
 
 
