@@ -64,7 +64,11 @@ class Sketcher:
         """(T, K) float32: the coordinates of each position's outer product alone; they sum to the query's y exactly ("through this position")."""
         batch = collate([example], [0], self.loaded.pad_id, self.loaded.device)
         y = self.projection.start((1, len(example)), self.loaded.device)
-        self.coordinates.stream(batch, lambda name, z: self.projection.add(y, name, z), per_position=True)
+
+        def consume(name: str, z: torch.Tensor) -> None:
+            self.projection.add(y, name, z)
+
+        self.coordinates.stream(batch, consume, per_position=True)
         return self.projection.finish(y)[0].cpu().numpy()
 
     def _run(self, examples: Sequence[Example], rows: Sequence[int]) -> QuerySketch:
@@ -73,9 +77,9 @@ class Sketcher:
         norm_sq, loss = np.zeros(n, np.float32), np.zeros(n, np.float32)
         n_tokens, flags = np.array([e.n_targets for e in examples], np.int32), np.zeros(n, np.uint8)
         flags[n_tokens == 0] = FLAG_NO_TARGET
-        usable = np.flatnonzero(flags == 0)
+        usable = [i for i in range(n) if flags[i] == 0]
         for plan in plan_batches([len(examples[i]) for i in usable], self.batch_tokens):
-            chosen = [int(usable[j]) for j in plan]
+            chosen = [usable[j] for j in plan]
             batch = collate([examples[i] for i in chosen], [rows[i] for i in chosen], self.loaded.pad_id, self.loaded.device)
             y[chosen], norm_sq[chosen], loss[chosen] = self._batch(batch)
         finite = np.isfinite(norm_sq) & np.isfinite(loss) & np.isfinite(y).all(axis=1)
@@ -114,7 +118,7 @@ def spill_coordinates(
 ) -> dict[str, NDArray[np.float32]]:
     """Stage-1 coordinates of the PCA fitting set on disk: {module: (n, m_u) float32, memory-mapped}, rows in the order of `examples`."""
     folder.mkdir(parents=True, exist_ok=True)
-    z = {
+    z: dict[str, NDArray[np.float32]] = {
         name: np.lib.format.open_memmap(folder / f"{i}.npy", mode="w+", dtype=np.float32, shape=(len(examples), width))
         for i, (name, width) in enumerate(coordinates.widths.items())
     }

@@ -182,6 +182,6 @@ def test_projection_and_coordinates_of_different_modules_are_refused(loaded: Loa
 def test_spilled_rows_keep_their_order(loaded: LoadedModel, tmp_path: Path) -> None:
     sketcher = build(loaded, tmp_path, "model", m=15)
     z = spill_coordinates(sketcher.coordinates, EXAMPLES, ROWS, tmp_path / "again", 30)
-    assert {name: value.shape for name, value in z.items()} == {name: (24, 15) for name in sketcher.coordinates.widths}
+    assert {name: value.shape for name, value in z.items()} == dict.fromkeys(sketcher.coordinates.widths, (24, 15))
     norms = sum(np.square(value, dtype=np.float64).sum(1) for value in z.values())
     np.testing.assert_allclose(norms, sketcher.query(EXAMPLES).z_norm_sq, rtol=1e-4)
