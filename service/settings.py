@@ -1,0 +1,53 @@
+"""What the server may be told: where it listens, what it accepts, how long it waits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from engine.settings import ModelSettings, Settings, parse_bytes
+
+
+class LimitSettings(Settings):
+    """Limits."""
+
+    max_body_bytes: int = Field(2_000_000, ge=1_000, description="Largest request body in bytes, e.g. 2MB; more is refused with 413.")
+    max_queries: int = Field(32, ge=1, description="Queries in one request.")
+    max_query_tokens: int = Field(0, ge=0, description="Tokens of one query; 0 takes the model's context.")
+    max_request_tokens: int = Field(16_384, ge=1, description="Tokens of all queries of one request together.")
+    max_top_k: int = Field(1_000, ge=1, description="Largest top_k.")
+    max_results: int = Field(5_000, ge=1, description="Results of one answer: queries x top_k x directions.")
+    max_candidates: int = Field(1_000_000, ge=1, description="Largest number of Hamming candidates that a request may ask to re-score.")
+    max_filter_terms: int = Field(64, ge=1, description="Conditions and operators in one filter.")
+    max_filter_values: int = Field(10_000, ge=1, description="Values in all `in` lists of one filter together.")
+    max_new_tokens: int = Field(256, ge=1, description="Tokens that the model may generate for one query.")
+    max_rescored: int = Field(64, ge=1, description="Results per direction whose gradients one request may have recomputed.")
+
+    _sizes = field_validator("max_body_bytes", mode="before")(parse_bytes)
+
+
+class QueueSettings(Settings):
+    """Queue."""
+
+    batch_tokens: int = Field(4_096, ge=1, description="Tokens of the requests that one pass of the model answers together.")
+    max_queue: int = Field(128, ge=1, description="Requests that may wait; more are refused with 429 and Retry-After.")
+    deadline_seconds: float = Field(30.0, gt=0, description="Longest time from arrival to answer; past it, 504.")
+    stuck_seconds: float = Field(120.0, gt=0, description="A batch that takes longer makes /readyz answer 503.")
+
+
+class ServeSettings(LimitSettings, QueueSettings, ModelSettings):
+    """Server."""
+
+    host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 for all.")
+    port: int = Field(8000, ge=0, le=65_535, description="Port to listen on; 0 takes a free one and prints it.")
+    api_keys: Path | None = Field(None, description="File of API keys, one `KEY read|admin [name]` a line; without it every request is allowed.")
+    cors_origins: list[str] = Field(default_factory=list, description="Web origins that may call the API from a browser; none by default.")
+    reload_seconds: float = Field(2.0, ge=0, description="How often to look for a new generation of the store; 0 only reloads on POST /v1/reload.")
+    drain_seconds: float = Field(0.0, ge=0, description="After SIGTERM: how long /readyz says 503 while requests are still accepted.")
+    grace_seconds: float = Field(30.0, gt=0, description="After SIGTERM: how long running requests may take to finish.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log line that is written.")
+    log_format: Literal["json", "text"] = Field("json", description="JSON lines for machines, or text for people.")
+    log_queries: bool = Field(False, description="Write the text of queries into the log. Off by default: queries may be private.")
+    verify: bool = Field(False, description="Check every file of the store against its SHA-256 before serving.")
