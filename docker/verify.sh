@@ -61,7 +61,52 @@ docker build --quiet --network=host --tag eogp-base "$work/base" >/dev/null
 
 say "build"
 printf 'BASE=eogp-base\nMODELS=%s/models\nDATA=%s/data\nMODEL=mine\nSTORE=mine\nAPI_KEYS=%s/api-keys.txt\nPUBLISH=127.0.0.1:18000\nMEMORY_LIMIT=8g\n' "$work" "$work" "$work" >"$work/env"
-echo "verify-key-$RANDOM$RANDOM$RANDOM" >"$work/api-keys.txt"
+key=verify-$RANDOM$RANDOM$RANDOM
+echo "$key admin verify" >"$work/api-keys.txt"
 chmod 644 "$work/api-keys.txt"
 docker build --network=host --build-arg BASE=eogp-base --target cpu --file docker/Dockerfile --tag eogp:cpu . >"$work/build.log" 2>&1 || fail "build: $(tail -20 "$work/build.log")"
 say "image size: $(docker image inspect --format '{{.Size}}' eogp:cpu | awk '{printf "%.2f GB", $1/1e9}')"
+
+say "data; train and index in containers"
+"$python" examples/demo/facts.py "$work/all" >/dev/null
+head -n 300 "$work/all/train.jsonl" >"$work/data/train.jsonl"
+sed -n 301,330p "$work/all/train.jsonl" >"$work/data/more.jsonl"
+chmod -R a+rwX "$work/data" "$work/models"
+compose run --rm --volume "$work/models:/out" indexer finetune /out/mine --data /data/train.jsonl --new gpt2 --layers 2 --width 64 --heads 2 \
+    --vocabulary 600 --context 64 --epochs 2 --learning-rate 2e-3 >"$work/finetune.log" 2>&1 || fail "finetune: $(tail -5 "$work/finetune.log")"
+compose run --rm indexer index /store/mine --model /models/mine --data /data/train.jsonl --bytes-per-example 32 >"$work/index.log" 2>&1 ||
+    fail "index: $(tail -5 "$work/index.log")"
+
+ask() {
+    curl --silent --show-error --fail --max-time 20 --header "Authorization: Bearer $key" --header 'Content-Type: application/json' \
+        --data '{"queries": [{"prompt": "The capital of Albania is", "completion": " Tirana"}], "top_k": 3}' http://127.0.0.1:18000/influence
+}
+field() { "$python" -c "import json, sys; print(json.load(sys.stdin)$1)"; }
+
+say "up"
+compose up --detach --wait --no-build server >"$work/up.log" 2>&1 || fail "up: $(tail -5 "$work/up.log"; compose logs server | tail -5)"
+first=$(ask) || fail "no answer on the published port"
+say "top proponent: $(field "['results'][0]['proponents'][0]['text']" <<<"$first")"
+code=$(curl --silent --output /dev/null --write-out '%{http_code}' --data '{}' --header 'Content-Type: application/json' http://127.0.0.1:18000/influence)
+[ "$code" = 401 ] || fail "a request without a key was answered $code, not 401"
+
+say "kill -9 of the server's process"
+container=$(compose ps --quiet server)
+kill -9 "$(docker inspect --format '{{.State.Pid}}' "$container")"
+for _ in $(seq 120); do again=$(ask 2>/dev/null) && break; sleep 0.5; done
+[ "$(field "['results'][0]['proponents']" <<<"${again:-{\}}")" = "$(field "['results'][0]['proponents']" <<<"$first")" ] || fail "the server did not come back with the same answer"
+say "came back; restarts: $(docker inspect --format '{{.RestartCount}}' "$container")"
+
+say "append, reload"
+before=$(field "['generation']" <<<"$first")
+compose run --rm indexer append /store/mine --model /models/mine --data /data/more.jsonl >"$work/append.log" 2>&1 || fail "append: $(tail -5 "$work/append.log")"
+for _ in $(seq 60); do after=$(field "['generation']" <<<"$(ask)"); [ "$after" != "$before" ] && break; sleep 0.5; done
+[ "$after" != "$before" ] || fail "the server still answers from $before"
+say "generation $before -> $after"
+
+say "down and up: the store stays"
+compose down --timeout 40 >/dev/null 2>&1
+compose up --detach --wait --no-build server >/dev/null 2>&1 || fail "the second up"
+[ "$(field "['generation']" <<<"$(ask)")" = "$after" ] || fail "the store was lost"
+compose down --timeout 40 --volumes >/dev/null 2>&1
+say "all passed"
