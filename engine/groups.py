@@ -1,0 +1,91 @@
+"""Module groups of the curvature fit: which modules' factors and corrected eigenvalues are in memory together, from shapes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from engine.covariance import input_key
+from engine.errors import LimitError
+from engine.modules import TrackedModule
+
+CANDIDATES = 16 * 8192  # positions per module at which Lambda is accumulated where the whole grid is too large: 16 per coordinate that stage 1 keeps
+EIGH_COPIES = 4  # float64 matrices alive in an eigendecomposition: the factor, its eigenvectors, and two of workspace
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Modules fitted together, in forward order.
+
+    on_candidates: names whose Lambda is accumulated at candidate positions only. bytes: peak of factors, eigendecomposition and Lambda.
+    """
+
+    modules: tuple[TrackedModule, ...]
+    on_candidates: frozenset[str]
+    bytes: int
+
+
+def group_bytes(modules: Iterable[TrackedModule], on_candidates: Iterable[str] = (), *, candidates: int = CANDIDATES, itemsize: int = 4) -> int:
+    """Peak bytes of one group: factors while the largest is decomposed in float64, or factors (by then eigenvectors) with Lambda."""
+    members, few = list(modules), set(on_candidates)
+    widths = list({input_key(m): m.d_in for m in members}.values()) + [m.d_out for m in members]
+    factors = itemsize * sum(d * d for d in widths)
+    lam = sum((itemsize + 8) * min(candidates, m.n_parameters) if m.name in few else itemsize * m.n_parameters for m in members)
+    decomposition = (EIGH_COPIES * 8 + itemsize) * max((d * d for d in widths), default=0)
+    return factors + max(lam, decomposition)
+
+
+def plan_groups(modules: Sequence[TrackedModule], budget: int, *, candidates: int = CANDIDATES, itemsize: int = 4) -> list[Group]:
+    """Fewest-first greedy groups under `budget` bytes, from the last layer down, so that the early groups' backward passes are short.
+
+    Modules that share an input stay together, so that A is formed once, unless they do not fit together. A module whose Lambda alone is too large is
+    accumulated at `candidates` positions. Raises LimitError with the numbers where even that does not fit.
+    """
+
+    def size(members: Sequence[TrackedModule], few: set[str]) -> int:
+        return group_bytes(members, few, candidates=candidates, itemsize=itemsize)
+
+    few: set[str] = set()
+    for module in modules:
+        if size([module], few) > budget:
+            few.add(module.name)
+            needed = size([module], few)
+            if needed > budget:
+                raise LimitError(
+                    f"module {module.name} ({module.d_out} x {module.d_in}) needs {in_gb(needed)} for its curvature factors, and --fit-memory allows "
+                    f"{in_gb(budget)}; raise it to at least {in_gb(needed)}",
+                    field="fit_memory",
+                )
+    groups: list[list[TrackedModule]] = []
+    current: list[TrackedModule] = []
+    for unit in _units(modules, lambda members: size(members, few) <= budget):
+        if current and size([*unit, *current], few) > budget:
+            groups.append(current)
+            current = []
+        current = [*unit, *current]
+    if current:
+        groups.append(current)
+    order = {m.name: i for i, m in enumerate(modules)}
+    return [
+        Group(tuple(sorted(g, key=lambda m: order[m.name])), frozenset(few & {m.name for m in g}), size(g, few))  # an input group's members may lie apart
+        for g in groups
+    ]
+
+
+def _units(modules: Sequence[TrackedModule], fits: Callable[[Sequence[TrackedModule]], bool]) -> list[list[TrackedModule]]:
+    """Modules with a common input, last first; one by one where they do not fit together."""
+    shared: dict[str, list[TrackedModule]] = {}
+    for module in modules:
+        shared.setdefault(input_key(module), []).append(module)
+    units: list[list[TrackedModule]] = []
+    for members in reversed(shared.values()):
+        units += [members] if fits(members) else [[m] for m in reversed(members)]
+    return units
+
+
+def in_gb(n: int) -> str:
+    """Bytes as text: '2.1 GB', '38.4 MB', '210 KB' (1 KB = 1,000 bytes)."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6)):
+        if n >= size:
+            return f"{n / size:.1f} {unit}"
+    return f"{n / 1000:.0f} KB"
