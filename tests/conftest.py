@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -83,3 +84,11 @@ def tiny_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     GPT2LMHeadModel(config).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def make_store(tmp_path: Path) -> Callable[..., Path]:
+    """make_store(n, k=(120, 40), shard_rows=..., seed=..., flagged=...): a store of random codes, made without a model."""
+    from benchmarks.synthetic_store import make_store
+
+    return lambda n, name="store", **options: make_store(tmp_path / name, n, **options)
