@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from engine.errors import EogpError
 from service import errors, schemas
 from service.backend import Backend
-from service.batching import ClientGone
+from service.batching import ClientGoneError
 from service.core import VERSION, Service
 from service.errors import ApiError
 from service.gate import Gate
@@ -94,7 +94,7 @@ def _handlers(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, validation)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(EogpError, ours)
-    app.add_exception_handler(ClientGone, gone)
+    app.add_exception_handler(ClientGoneError, gone)
 
 
 def _routes(app: FastAPI, service: Service) -> None:

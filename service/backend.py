@@ -36,8 +36,8 @@ class Backend(Protocol):
         """Whether the store keeps the whole curvature."""
         ...
 
-    def prepare(self, request: InfluenceRequest, max_query_tokens: int) -> Any:
-        """Check and tokenise, on any thread. max_query_tokens: 0 for the model's context. Raises EogpError for what cannot be answered."""
+    def prepare(self, request: InfluenceRequest) -> Any:
+        """Check and tokenise, on any thread. Raises EogpError for what cannot be answered."""
         ...
 
     def answer(self, items: Sequence[Any]) -> Sequence[InfluenceResponse | EogpError]:

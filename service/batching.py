@@ -139,7 +139,7 @@ class Batcher(Generic[W, R]):
                 return job.future.result()
             if done:
                 self.observer.dropped("disconnected")
-                raise ClientGone
+                raise ClientGoneError
             raise ApiError(
                 "deadline",
                 f"No answer within {job.deadline - job.arrived:.3g} s; retry when the load is lower.",
@@ -289,7 +289,7 @@ class Batcher(Generic[W, R]):
         self._answer(jobs[half:])
 
 
-class ClientGone(Exception):
+class ClientGoneError(Exception):
     """The client closed the connection before it was answered."""
 
 

@@ -16,7 +16,7 @@ from service.batching import Batcher, Observer
 from service.errors import ApiError
 from service.limits import check_limits, check_tokens, limits_of
 from service.metrics import Metrics
-from service.schemas import Info, InfluenceRequest, InfluenceResponse, Reloaded
+from service.schemas import InfluenceRequest, InfluenceResponse, Info, Reloaded
 from service.security import Keys
 from service.settings import ServeSettings
 
@@ -62,7 +62,7 @@ class Service:
         return "the server is draining" if self.draining else self.batcher.ready()
 
     async def influence(self, request: InfluenceRequest, arrived: float, gone: Any = None) -> InfluenceResponse:
-        """Answer one request. Raises EogpError with a code of service.errors.CODES, or ClientGone."""
+        """Answer one request. Raises EogpError with a code of service.errors.CODES, or ClientGoneError."""
         settings = self.settings
         check_limits(request, settings)
         if self.preparing + self.batcher.waiting[0] >= settings.max_queue:
@@ -72,7 +72,7 @@ class Service:
         self.preparing += 1
         try:
             with anyio.fail_after(max(deadline - time.monotonic(), 0)):
-                item = await to_thread.run_sync(backend.prepare, request, settings.max_query_tokens, limiter=self._limiter)
+                item = await to_thread.run_sync(backend.prepare, request, limiter=self._limiter)
         except TimeoutError:
             raise ApiError("deadline", f"No answer within {settings.deadline_seconds:.3g} s; retry when the load is lower.") from None
         finally:

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from engine.errors import EogpError, UserError
+from engine.errors import EogpError, ModelError, StoreError, UserError
 
 MEDIA_TYPE = "application/problem+json"
 MAX_LISTED = 10  # validation errors listed in one answer
@@ -36,6 +36,9 @@ CODES: dict[str, Code] = {
     "bad-data": Code(422, "The query cannot be scored", "For instance it has no target token, or its chat has no assistant turn; the sentence says which."),
     "bad-setting": Code(422, "Two options contradict each other, or the store does not offer one", "Change or drop the option that the sentence names."),
     "bad-filter": Code(422, "The filter is not understood", "Use the grammar in the schema; fields are the store's metadata columns and `id`."),
+    "too-long": Code(422, "A query is longer than the model takes", "Shorten it, or set truncation to left or right."),
+    "token-out-of-range": Code(422, "A token id is not in the vocabulary", "Use the tokenizer of the store's model."),
+    "label-out-of-range": Code(422, "The model has no such class", "Use one of the model's classes."),
     "limit-exceeded": Code(422, "The request is larger than a stated limit", "The limits are listed in GET /v1/info."),
     "non-finite": Code(422, "The query's loss or gradient is not finite", "Shorten or change the query; a model in low precision may overflow."),
     "unauthorised": Code(401, "No API key, or one that is not known", "Send `Authorization: Bearer KEY` or `X-API-Key: KEY`."),
@@ -123,6 +126,8 @@ def of_exception(request: Request, error: BaseException) -> JSONResponse:
     """Any exception as a problem. Only EogpError's own sentences reach the caller; everything else is a plain 500."""
     if isinstance(error, EogpError):
         code = error.code if error.code in CODES else ("bad-input" if isinstance(error, UserError) else "internal")
+        if not isinstance(error, ApiError) and isinstance(error, StoreError | ModelError):
+            code = "bad-store" if isinstance(error, StoreError) else "bad-model"
         if code in ("internal", "bad-store", "bad-model") and not isinstance(error, ApiError):
             return problem(request, code, f"{CODES[code].title}; {CODES[code].remedy}")  # such sentences name paths of the server
         return problem(request, code, error.message, field=error.field, headers=getattr(error, "headers", None))

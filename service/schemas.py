@@ -292,8 +292,8 @@ class StoredExample(Output):
     kind: str
     metadata: dict[str, JsonValue]
     n_tokens: int = Field(description="Target tokens.")
-    loss: float = Field(description="The model's loss on it when it was indexed, summed over target tokens, in nats.")
-    self_influence: float = Field(
+    loss: float | None = Field(description="The model's loss on it when it was indexed, summed over target tokens, in nats; null where it is not finite.")
+    self_influence: float | None = Field(
         description="Squared norm of its half-whitened gradient: how unusual it is. Very high values are often outliers or wrong labels."
     )
     excluded: str | None = Field(None, description="Why it never appears in results; null where it does.")

@@ -51,3 +51,15 @@ class ServeSettings(LimitSettings, QueueSettings, ModelSettings):
     log_format: Literal["json", "text"] = Field("json", description="JSON lines for machines, or text for people.")
     log_queries: bool = Field(False, description="Write the text of queries into the log. Off by default: queries may be private.")
     verify: bool = Field(False, description="Check every file of the store against its SHA-256 before serving.")
+
+
+class QuerySettings(ModelSettings):
+    """Query."""
+
+    top_k: int = Field(10, ge=1, le=1_000, description="Results per direction.")
+    score: Literal["influence", "cosine"] = Field(
+        "influence", description="influence: equation (14); cosine: its angle, where long examples do not weigh more."
+    )
+    direction: Literal["proponents", "opponents", "both"] = Field("both", description="Examples that lower the query's loss, that raise it, or both.")
+    truncation: Literal["error", "left", "right"] = Field("error", description="What to do with a query that is too long: refuse, or drop tokens on a side.")
+    max_new_tokens: int = Field(32, ge=1, le=256, description="With a prompt alone: the longest continuation that the model may write.")
