@@ -27,7 +27,7 @@ def eigenbasis(factor: Tensor, what: str) -> tuple[Tensor, Tensor]:
     for attempt in _attempts(factor, scale):
         try:
             values, vectors = attempt()
-        except LinAlgError:
+        except (LinAlgError, torch.OutOfMemoryError):  # a GPU without room for the workspace leaves the work to the CPU
             continue
         if bool(torch.isfinite(values).all()) and is_orthogonal(vectors):
             return (values.clamp(min=0) * scale).to(factor), vectors.to(factor)

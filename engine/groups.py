@@ -17,7 +17,7 @@ EIGH_COPIES = 4  # float64 matrices alive in an eigendecomposition: the factor, 
 class Group:
     """Modules fitted together, in forward order.
 
-    on_candidates: names whose Lambda is accumulated at candidate positions only. bytes: peak of factors, eigendecomposition and Lambda.
+    on_candidates: names whose Lambda is accumulated at candidate positions only. bytes: factors (later eigenvectors) and Lambda together.
     """
 
     modules: tuple[TrackedModule, ...]
@@ -26,13 +26,19 @@ class Group:
 
 
 def group_bytes(modules: Iterable[TrackedModule], on_candidates: Iterable[str] = (), *, candidates: int = CANDIDATES, itemsize: int = 4) -> int:
-    """Peak bytes of one group: factors while the largest is decomposed in float64, or factors (by then eigenvectors) with Lambda."""
+    """Bytes of one group's factors, an input's A counted once, and corrected eigenvalues (with their positions where on a candidate set)."""
     members, few = list(modules), set(on_candidates)
-    widths = list({input_key(m): m.d_in for m in members}.values()) + [m.d_out for m in members]
-    factors = itemsize * sum(d * d for d in widths)
     lam = sum((itemsize + 8) * min(candidates, m.n_parameters) if m.name in few else itemsize * m.n_parameters for m in members)
-    decomposition = (EIGH_COPIES * 8 + itemsize) * max((d * d for d in widths), default=0)
-    return factors + max(lam, decomposition)
+    return itemsize * sum(d * d for d in _widths(members)) + lam
+
+
+def decomposition_bytes(modules: Iterable[TrackedModule], itemsize: int = 4) -> int:
+    """Bytes that decomposing the largest factor takes in float64, before any Lambda is there: beside the group's factors, in main memory."""
+    return (EIGH_COPIES * 8 + itemsize) * max((d * d for d in _widths(list(modules))), default=0)
+
+
+def _widths(members: Sequence[TrackedModule]) -> list[int]:
+    return [*{input_key(m): m.d_in for m in members}.values(), *(m.d_out for m in members)]
 
 
 def plan_groups(modules: Sequence[TrackedModule], budget: int, *, candidates: int = CANDIDATES, itemsize: int = 4) -> list[Group]:
@@ -49,10 +55,10 @@ def plan_groups(modules: Sequence[TrackedModule], budget: int, *, candidates: in
     for module in modules:
         if size([module], few) > budget:
             few.add(module.name)
-            needed = size([module], few)
+            needed = min(size([module], few), size([module], set()))
             if needed > budget:
                 raise LimitError(
-                    f"module {module.name} ({module.d_out} x {module.d_in}) needs {in_gb(needed)} for its curvature factors, and --fit-memory allows "
+                    f"module {module.name} ({module.d_out} x {module.d_in}) needs {in_gb(needed)} for its curvature, and --fit-memory allows "
                     f"{in_gb(budget)}; raise it to at least {in_gb(needed)}",
                     field="fit_memory",
                 )
