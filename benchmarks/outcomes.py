@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import re
 import time
 from collections.abc import Iterable, Sequence
@@ -267,7 +266,7 @@ def save_outcomes(path: Path, key: str, task: Task, values: dict[str, NDArray[np
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part.npz")
     np.savez_compressed(part, key=np.array(key), task=np.array(json.dumps(asdict(task))), **values)  # type: ignore[arg-type]
-    os.replace(part, path)
+    part.replace(path)
 
 
 def measure(task: Task, work: Path, path: Path) -> None:
