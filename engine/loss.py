@@ -61,7 +61,8 @@ def cross_entropy(logits: Tensor, labels: Tensor | None, u: Tensor | None) -> tu
         assert u is not None
         cdf = p.cumsum(-1)
         threshold = u.to(cdf.dtype)[:, None] * cdf[:, -1:]
-        labels = torch.searchsorted(cdf, threshold, right=True)[:, 0].clamp_(max=cdf.shape[1] - 1)
+        last = torch.searchsorted(cdf, cdf[:, -1:].contiguous())  # the last class of positive probability, where u rounds up to 1
+        labels = torch.minimum(torch.searchsorted(cdf, threshold, right=True), last)[:, 0]
     loss = -logp.gather(1, labels[:, None])[:, 0]
     p[torch.arange(len(labels), device=p.device), labels] -= 1
     return loss, p
@@ -73,16 +74,10 @@ def forward_backward(loaded: LoadedModel, batch: Batch, labels: Labels, seed: in
     `before_backward` is called between the two. Raises DataError for ids outside the vocabulary or examples longer than the context.
     """
     check_batch(loaded, batch)
-    model = bare(loaded.model)
     inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, **loaded.call_options}
-    rows = batch.rows.cpu().numpy()
     if batch.classification:
-        logits: Tensor = model(**inputs).logits
-        u = torch.from_numpy(uniforms(seed, rows, np.zeros_like(rows))).to(logits.device)
-        loss, grad = cross_entropy(logits.detach(), None if labels == "sampled" else batch.labels.to(logits.device), u)
-        before_backward()
-        _backward(logits, grad)
-        return LossStats(loss.float(), torch.ones_like(batch.labels))
+        return _classification(loaded, batch, inputs, labels, seed, before_backward)
+    rows = batch.rows.cpu().numpy()
     b, t = batch.target_mask.nonzero(as_tuple=True)
     n_targets = batch.target_mask.sum(1)
     u_all = uniforms(seed, rows[b.cpu().numpy()], t.cpu().numpy()) if labels == "sampled" else None
@@ -99,14 +94,25 @@ def forward_backward(loaded: LoadedModel, batch: Batch, labels: Labels, seed: in
         loss, grad = cross_entropy(logits.detach(), targets[part].to(logits.device) if u is None else None, u)
         losses.append(loss.to(hidden.device))
         grads[part] = grad if head is None else torch.autograd.grad(logits, h, grad.to(logits.dtype))[0]
-    loss = torch.zeros(len(batch.ids), dtype=torch.float64, device=hidden.device)
+    summed = torch.zeros(len(batch.ids), dtype=torch.float64, device=hidden.device)
     if losses:
-        loss.index_add_(0, b.to(hidden.device), torch.cat(losses).double())
+        summed.index_add_(0, b.to(hidden.device), torch.cat(losses).double())
     full = torch.zeros_like(hidden)
     full[b.to(hidden.device), t.to(hidden.device) - 1] = grads
     before_backward()
     _backward(hidden, full)
-    return LossStats(loss.float().to(batch.input_ids.device), n_targets)
+    return LossStats(summed.float().to(batch.input_ids.device), n_targets)
+
+
+def _classification(loaded: LoadedModel, batch: Batch, inputs: dict[str, Any], labels: Labels, seed: int, before_backward: Callable[[], None]) -> LossStats:
+    """Cross-entropy over the classes; a sampled class takes the uniform of position 0."""
+    logits: Tensor = bare(loaded.model)(**inputs).logits
+    rows = batch.rows.cpu().numpy()
+    u = torch.from_numpy(uniforms(seed, rows, np.zeros_like(rows))).to(logits.device)
+    loss, grad = cross_entropy(logits.detach(), batch.labels.to(logits.device) if labels == "true" else None, u)
+    before_backward()
+    _backward(logits, grad)
+    return LossStats(loss.float().to(batch.labels.device), torch.ones_like(batch.labels))
 
 
 def check_batch(loaded: LoadedModel, batch: Batch) -> None:
