@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from engine.errors import ModelError
 from engine.head import head_separates
 from engine.modules import bare
+from engine.pooling import classifier_class
 from engine.settings import ModelSettings
 
 Task = Literal["causal-lm", "sequence-classification"]
@@ -124,7 +125,7 @@ def load_model(settings: ModelSettings, *, source: str | None = None) -> LoadedM
         raise ModelError(f"cannot load a model from {name}: {_first_line(e)}", field="model") from e
     task = _task(settings, config)
     dtype = _wanted_dtype(settings, config, device)
-    auto = AutoModelForCausalLM if task == "causal-lm" else AutoModelForSequenceClassification
+    auto = AutoModelForCausalLM if task == "causal-lm" else classifier_class(config, AutoModelForSequenceClassification)
     attention = _attention(config)
     try:
         model = auto.from_pretrained(folder, dtype=dtype, attn_implementation=attention, **where)

@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
 
 from engine.data.reading import Row
 from engine.data.settings import DataSettings
 from engine.errors import DataError, ModelError, SettingError
+from engine.pooling import MEAN, classifier_class
 from engine.settings import ModelSettings
-from indexer.finetune.settings import FinetuneSettings, LoraMethods
+from indexer.finetune.settings import FinetuneSettings, LoraMethods, SelectionMethods
 
 EOS, PAD = "<|endoftext|>", "<|pad|>"
 
@@ -95,21 +97,36 @@ def load_causal(settings: FinetuneSettings) -> tuple[Any, PreTrainedTokenizerFas
 
 
 def load_classifier(settings: FinetuneSettings, names: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> Any:
-    """A sequence classifier with one output per name; a head of another size, or none, is replaced by a fresh one drawn from the seed."""
+    """A sequence classifier for the named classes. The model's own head is kept where it knows them all; else a fresh one is drawn from the seed."""
     assert settings.model is not None
     torch.manual_seed(settings.seed)
+    verbosity = transformers_logging.get_verbosity()
     try:
         config = AutoConfig.from_pretrained(settings.model, trust_remote_code=settings.trust_remote_code)
-        config.id2label = dict(enumerate(names))
-        config.label2id = {name: i for i, name in enumerate(names)}
+        trained = any("SequenceClassification" in name for name in config.architectures or [])
+        if not (trained and set(names) <= set(config.label2id)):
+            config.id2label = dict(enumerate(names))
+            config.label2id = {name: i for i, name in enumerate(names)}
         if config.pad_token_id is None:
             config.pad_token_id = tokenizer.pad_token_id
-        model = AutoModelForSequenceClassification.from_pretrained(
+        if pools_mean(settings, config):
+            config.pooling = MEAN
+        transformers_logging.set_verbosity_error()  # a fresh head is what was asked for, no reason to warn
+        return classifier_class(config, AutoModelForSequenceClassification).from_pretrained(
             settings.model, config=config, dtype=torch.float32, ignore_mismatched_sizes=True, trust_remote_code=settings.trust_remote_code, **four_bit(settings)
         )
     except (OSError, ValueError, KeyError) as e:
         raise ModelError(f"{settings.model}: cannot be loaded as a sequence classifier: {first_line(e)}", field="model") from None
-    return model
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+
+
+def pools_mean(settings: FinetuneSettings, config: Any) -> bool:
+    """Whether a classifier pools the mean of the token states. Raises SettingError where token selection is asked for with another pooling."""
+    selects = settings.method in SelectionMethods
+    if selects and settings.pooling == "model":
+        raise SettingError("token selection classifies by the mean of the selected states; use --pooling mean or auto", field="pooling")
+    return selects or settings.pooling == "mean" or (settings.pooling == "auto" and getattr(config, "pooling", None) == MEAN)
 
 
 def four_bit(settings: FinetuneSettings) -> dict[str, Any]:

@@ -21,7 +21,7 @@ def duration(seconds: float) -> str:
     return f"{s // 60}m{s % 60:02d}s" if s < 3600 else f"{s // 3600}h{s % 3600 // 60:02d}m"
 
 
-class Progress(TrainerCallback):  # type: ignore[misc]
+class Progress(TrainerCallback):
     """Prints epoch, step, loss, steps per second and time left, at most every ten seconds."""
 
     def __init__(self, stream: IO[str] | None = None) -> None:
@@ -55,7 +55,7 @@ class Progress(TrainerCallback):  # type: ignore[misc]
         )
 
 
-class LossCurve(TrainerCallback):  # type: ignore[misc]
+class LossCurve(TrainerCallback):
     """Appends one JSON object per log to `path`: step, epoch, loss, learning_rate, grad_norm, or the eval_ metrics.
 
     A resumed run first drops what the stopped one wrote past its checkpoint, so that the file equals that of an uninterrupted run.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 import time
@@ -34,6 +35,7 @@ from indexer.finetune.models import (
 from indexer.finetune.progress import LossCurve, Progress
 from indexer.finetune.selection import Selector
 from indexer.finetune.settings import FinetuneSettings, LoraMethods, SelectionMethods
+from indexer.finetune.token_selection import TokenSelection
 from indexer.finetune.trainer import FinetuneTrainer
 
 RECORD_FORMAT = 1
@@ -71,6 +73,7 @@ def finetune(out: Path, settings: FinetuneSettings) -> Finetuned:
     model = trainable(loaded, settings)
     arguments = training_arguments(root, settings, loaded, len(train), bool(held_out))
     selector = Selector(settings.selected_tokens, settings.seed) if settings.method in SelectionMethods else None
+    selection = TokenSelection(model) if selector else None
     callbacks: list[TrainerCallback] = [Progress(), LossCurve(out / "loss.jsonl")]
     if settings.patience:
         callbacks.append(EarlyStoppingCallback(settings.patience))
@@ -82,12 +85,15 @@ def finetune(out: Path, settings: FinetuneSettings) -> Finetuned:
         Collator(loaded.pad_id, selector),
         keep=settings.keep_checkpoints,
         callbacks=callbacks,
+        selection=selection,
     )
     trainer.remove_callback(transformers.PrinterCallback)
     result = trainer.train(resume_from_checkpoint=str(resumed) if resumed else None)
     metrics = {"train_loss": result.training_loss}
     if held_out:
         metrics |= trainer.evaluate()
+    if selection:
+        selection.close()
     record |= {
         "steps": trainer.state.global_step,
         "epochs": trainer.state.epoch,
@@ -236,7 +242,7 @@ def trainable(loaded: LoadedModel, settings: FinetuneSettings) -> Any:
 
 def training_arguments(root: Path, settings: FinetuneSettings, loaded: LoadedModel, n_train: int, evaluates: bool) -> TrainingArguments:
     """The Trainer's arguments. Steps in an epoch = ceil(ceil(n / batch) / accumulate)."""
-    per_epoch = -(-(-(-n_train // settings.batch_size)) // settings.accumulate)
+    per_epoch = math.ceil(math.ceil(n_train / settings.batch_size) / settings.accumulate)
     total = max(1, int(per_epoch * settings.epochs + 0.5))
     save_every = settings.save_every or settings.eval_every
     return TrainingArguments(

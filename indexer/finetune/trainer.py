@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn import functional as F
+from torch.nn import functional
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -19,6 +19,7 @@ from engine.example import Example
 from indexer.finetune.checkpoints import check_space, checkpoints, rotate, seal
 from indexer.finetune.data import IGNORED, Collator, LengthSortedBatches
 from indexer.finetune.metrics import classification_metrics
+from indexer.finetune.token_selection import TokenSelection
 
 STATE_FACTOR = 3  # a checkpoint holds the weights and AdamW's two moments
 
@@ -36,7 +37,7 @@ class NumberedExamples(torch.utils.data.Dataset[tuple[int, Example]]):
         return i, self.examples[i]
 
 
-class SetEpoch(TrainerCallback):  # type: ignore[misc]
+class SetEpoch(TrainerCallback):
     """Tells order and selection which epoch it is, counted from the step, so that a resumed run counts alike."""
 
     def __init__(self, sampler: LengthSortedBatches, collator: Collator, accumulate: int) -> None:
@@ -47,7 +48,7 @@ class SetEpoch(TrainerCallback):  # type: ignore[misc]
         self.sampler.epoch = self.collator.epoch = state.global_step // self.steps
 
 
-class FinetuneTrainer(Trainer):  # type: ignore[misc]
+class FinetuneTrainer(Trainer):
     """Minimises the mean cross-entropy of the target tokens of a step (causal LM), or of its examples (classification).
 
     Raises NumericalError naming the step when the loss is not finite, and LimitError when a checkpoint does not fit on the disk; in both cases the whole
@@ -64,12 +65,13 @@ class FinetuneTrainer(Trainer):  # type: ignore[misc]
         *,
         keep: int,
         callbacks: Sequence[TrainerCallback] = (),
-        selection: Any = None,
+        selection: TokenSelection | None = None,
     ) -> None:
         self.sampler = LengthSortedBatches([len(e) for e in train], args.per_device_train_batch_size, args.seed)
         self.held_out = held_out
         self.keep = keep
         self.selection = selection
+        self.control: TrainerControl
         super().__init__(
             model=model,
             args=args,
@@ -90,15 +92,17 @@ class FinetuneTrainer(Trainer):  # type: ignore[misc]
     def compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
         """Summed cross-entropy over the targets of this pass, divided by the targets of the whole step."""
         labels = inputs["labels"]
-        if "selected" in inputs:
+        if self.selection is not None:
             logits = self.selection(inputs["input_ids"], inputs["attention_mask"], inputs["selected"], inputs["selected_mask"])
         else:
             logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
-        loss = F.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum") / num_items_in_batch
+        loss = functional.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum") / num_items_in_batch
         return (loss, {"logits": logits}) if return_outputs else loss
 
     def training_step(self, model: Any, inputs: dict[str, torch.Tensor], num_items_in_batch: Any = None) -> torch.Tensor:
         loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
+        if self.selection is not None:
+            self.selection.release()
         if not torch.isfinite(loss):
             raise NumericalError(
                 f"the loss became {loss.item()} at step {self.state.global_step + 1}; {self._last_good()} Lower --learning-rate or use --precision bfloat16"
@@ -152,7 +156,7 @@ def held_out_metrics(model: Any, examples: Sequence[Example], pad_id: int, args:
         with torch.autocast(args.device.type, torch.bfloat16 if args.bf16 else torch.float16, enabled=args.bf16 or args.fp16):
             logits = model(input_ids=batch["input_ids"].to(args.device), attention_mask=batch["attention_mask"].to(args.device)).logits.float()
         labels = batch["labels"].to(args.device)
-        total += float(F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum"))
+        total += float(functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum"))
         count += int((labels != IGNORED).sum())
         if labels.dim() == 1:
             classes = logits.shape[-1]
