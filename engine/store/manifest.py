@@ -42,6 +42,19 @@ class SourceEntry(_Part):
     sha256: str | None = None
 
 
+class ModelEntry(_Part):
+    """The model that the store was built with: where it was, what it does, how it ran, and how to know it again (weights: SHA-256 over every tensor)."""
+
+    source: str = ""
+    task: str = "causal-lm"
+    dtype: str = "float32"
+    attention: str = ""
+    fingerprint: dict[str, Any] = Field(default_factory=dict)
+    weights: str | None = None
+    tracked_share: float | None = None
+    skipped: dict[str, str] = Field(default_factory=dict)
+
+
 class SketchEntry(_Part):
     """What the stored bits mean.
 
@@ -61,16 +74,16 @@ class SketchEntry(_Part):
 class Manifest(_Part):
     """One generation.
 
-    settings: every resolved setting, which given back as a configuration file reproduces the run; model: source, task, dtype, attention kernel,
-    fingerprint (tokenizer's included) and full hash; data: the inputs, which rows refer to by position; coverage_threshold: 5th percentile of the left-out
-    rows' coverage; calibration: candidate recall by R and coverage of the left-out rows; counts: rows, tokens, truncated, bad and flagged rows;
+    settings: every resolved setting, which given back as a configuration file reproduces the run; model: what it was and how to know it again; data: the inputs,
+    which rows refer to by position; coverage_threshold: 5th percentile of the left-out
+    rows' coverage; calibration: of the left-out rows, coverage quantiles and `recall`: [{candidates, recall}, ...]; counts: rows, tokens, truncated, bad and flagged rows;
     flagged: row numbers and why; next_row and next_segment: running numbers that are never used twice; files: path under the store -> size and hash.
     """
 
     format_version: int = FORMAT_VERSION
     software: dict[str, str] = Field(default_factory=dict)
     settings: dict[str, Any] = Field(default_factory=dict)
-    model: dict[str, Any] = Field(default_factory=dict)
+    model: ModelEntry = Field(default_factory=ModelEntry)
     data: list[SourceEntry] = Field(default_factory=list)
     sketch: SketchEntry
     coverage_threshold: float | None = None

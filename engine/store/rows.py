@@ -20,7 +20,6 @@ from engine.signs import Sketch
 
 META = "meta."
 _INT64 = range(-(2**63), 2**63)
-_EXACT = range(-(2**53), 2**53 + 1)
 FIXED = pa.schema(
     [
         ("row", pa.int64()),
@@ -145,36 +144,50 @@ def metadata_at(columns: dict[str, Any], i: int) -> dict[str, Any]:
 def metadata_table(tables: Iterable[pa.Table]) -> pa.Table:
     """Metadata of several tables under one schema, without the `meta.` prefix.
 
-    A field that is an integer here and a float there becomes a float; any other mixture becomes text (JSON for lists and objects).
+    A field that is an integer here and a float there becomes a float; any other mixture becomes text (JSON for what is not text).
     """
-    parts = [_plain_columns(t) for t in tables]
-    lengths = [n for n, _ in parts]
-    names = sorted({name for _, columns in parts for name in columns})
-    merged = {}
-    for name in names:
-        kinds = {columns[name].type for _, columns in parts if name in columns}
-        kind = kinds.pop() if len(kinds) == 1 else pa.float64() if kinds <= {pa.int64(), pa.float64()} else pa.large_string()
-        chunks: list[pa.Array] = []
-        for n, columns in parts:
-            column = columns.get(name)
-            chunks += [pa.nulls(n, kind)] if column is None else [c if c.type == kind else _cast(c, kind) for c in column.chunks]
-        merged[name] = pa.chunked_array(chunks, kind)
+    parts = [(t.num_rows, _plain_columns(t)) for t in tables]
+    merged = {name: _merged([(n, columns.get(name)) for n, columns in parts]) for name in sorted({name for _, columns in parts for name in columns})}
     if not merged:
-        return pa.table({"": pa.nulls(sum(lengths))}).select([])
+        return pa.table({"": pa.nulls(sum(n for n, _ in parts))}).select([])
     return pa.table(merged)
 
 
-def _cast(array: pa.Array, kind: pa.DataType) -> pa.Array:
-    return array.cast(kind, safe=False)
-
-
-def _plain_columns(table: pa.Table) -> tuple[int, dict[str, pa.ChunkedArray]]:
-    columns = {name.removeprefix(META): table.column(name) for name in table.column_names if name.startswith(META)}
+def _plain_columns(table: pa.Table) -> dict[str, pa.ChunkedArray | list[Any]]:
+    """Typed columns as they are, fields of `extra` as lists."""
+    columns: dict[str, pa.ChunkedArray | list[Any]] = {name.removeprefix(META): table.column(name) for name in table.column_names if name.startswith(META)}
     extra = table.column("extra")
     if extra.null_count < len(extra):
         parsed = [json.loads(v) if v else {} for v in extra.to_pylist()]
-        for name in {k for e in parsed for k in e}:
-            values = [e.get(name) for e in parsed]
-            text = [v if v is None or isinstance(v, str) else json.dumps(v, ensure_ascii=False, sort_keys=True) for v in values]
-            columns[name] = pa.chunked_array([pa.array(text, pa.large_string())])
-    return table.num_rows, columns
+        columns |= {name: [e.get(name) for e in parsed] for name in {k for e in parsed for k in e}}
+    return columns
+
+
+def _merged(parts: list[tuple[int, pa.ChunkedArray | list[Any] | None]]) -> pa.ChunkedArray:
+    kinds = {_kind(column) for _, column in parts if column is not None}
+    kind = kinds.pop() if len(kinds) == 1 else pa.float64() if kinds <= {pa.int64(), pa.float64()} else None
+    chunks: list[pa.Array] = []
+    for n, column in parts:
+        if column is None:
+            chunks.append(pa.nulls(n, kind or pa.large_string()))
+        elif kind is None:
+            values = column if isinstance(column, list) else column.to_pylist()
+            chunks.append(pa.array([_as_text(v) for v in values], pa.large_string()))
+        elif isinstance(column, list):
+            chunks.append(pa.array([float(v) if v is not None and kind == pa.float64() else v for v in column], kind))
+        else:
+            chunks += [c if c.type == kind else c.cast(kind, safe=False) for c in column.chunks]
+    return pa.chunked_array(chunks, kind or pa.large_string())
+
+
+def _kind(column: pa.ChunkedArray | list[Any]) -> pa.DataType | None:
+    """The one type of a column's values, or None where only text can hold them."""
+    if not isinstance(column, list):
+        return column.type
+    present = [v for v in column if v is not None]
+    numbers = all(type(v) in (int, float) for v in present)
+    return _column_type(present) or (pa.float64() if numbers else None)
+
+
+def _as_text(value: Any) -> str | None:
+    return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False, sort_keys=True)

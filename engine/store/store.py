@@ -14,7 +14,9 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from engine.blocks import BlockLayout
+from engine.data.settings import DataSettings
 from engine.errors import StoreError
+from engine.settings import ModelSettings
 from engine.store.manifest import DELETED, Manifest, current_generation, read_manifest
 from engine.store.rows import SKETCHED, mask_of, metadata_at, metadata_table
 from engine.store.segment import Segment
@@ -97,9 +99,20 @@ class Store:
         return folder if folder.is_dir() else None
 
     @property
-    def recall(self) -> dict[str, Any] | None:
-        """Candidate recall measured on the left-out rows, or None."""
+    def recall(self) -> list[dict[str, float]] | None:
+        """[{candidates: R, recall: r}, ...] measured on the left-out rows, or None."""
         return (self.manifest.calibration or {}).get("recall")
+
+    def data_settings(self) -> DataSettings:
+        """How the stored rows were read and tokenised."""
+        return DataSettings(**{name: v for name, v in self.manifest.settings.items() if name in DataSettings.model_fields})
+
+    def model_settings(self, given: ModelSettings | None = None) -> ModelSettings:
+        """How to load the store's model: as it was loaded when the store was built, in the same precision; what `given` sets explicitly wins."""
+        stored = {name: v for name, v in self.manifest.settings.items() if name in ModelSettings.model_fields}
+        stored |= {"model": self.manifest.model.source or None, "dtype": self.manifest.model.dtype, "device": "auto", "threads": 0}
+        explicit = {} if given is None else {name: getattr(given, name) for name in given.model_fields_set if name in ModelSettings.model_fields}
+        return ModelSettings(**{**stored, **{name: v for name, v in explicit.items() if v is not None}})
 
     @cached_property
     def metadata(self) -> pa.Table:
