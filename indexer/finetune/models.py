@@ -171,6 +171,19 @@ def add_adapters(model: Any, settings: FinetuneSettings, task: str) -> Any:
     )
 
 
+def checkpoint_activations(model: Any) -> None:
+    """Recompute blocks in the backward pass. Raises SettingError where the model cannot. (transformers 5.2x renamed the method.)"""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    try:
+        enable({"use_reentrant": False})
+    except ValueError as e:
+        raise SettingError(f"{type(model).__name__}: {first_line(e)}; leave --gradient-checkpointing off", field="gradient_checkpointing") from None
+    for module in model.modules():
+        if hasattr(module, "_gradient_checkpointing_func"):
+            return
+    raise SettingError(f"{type(model).__name__} has no blocks to checkpoint; leave --gradient-checkpointing off", field="gradient_checkpointing")
+
+
 def block_linears(model: Any) -> list[str]:
     """Full names of the linear modules (nn.Linear, Conv1D) inside the model's numbered blocks."""
     found = [

@@ -23,6 +23,7 @@ from indexer.finetune.data import Collator, split
 from indexer.finetune.examples import Rows, check_classes, class_names, data_hash, read, report, tokenise
 from indexer.finetune.models import (
     add_adapters,
+    checkpoint_activations,
     folder_exists,
     four_bit,
     fresh_gpt2,
@@ -233,7 +234,7 @@ def trainable(loaded: LoadedModel, settings: FinetuneSettings) -> Any:
     model = loaded.model
     model.config.use_cache = False
     if settings.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        checkpoint_activations(model)
     if settings.method in LoraMethods:
         return add_adapters(model, settings, loaded.task)
     model.requires_grad_(True)
