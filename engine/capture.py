@@ -16,11 +16,27 @@ from torch import Tensor, nn
 
 from engine.errors import ModelError, NumericalError
 from engine.example import Batch
+from engine.experts import ExpertLinear
 from engine.loss import Labels, LossStats, forward_backward
 from engine.model import LoadedModel
 from engine.modules import TrackedModule, bare
 
 Consume = Callable[[TrackedModule, Tensor, Tensor], None]
+
+
+@dataclass(slots=True)
+class Captured:
+    """One module's part of a pass, before a bias's constant is appended.
+
+    a (B, T', d), delta (B, T', d_out), delta 0 where nothing is. keep (B, T') bool: real positions, None where all are. positions (B, T') int64: the place
+    in the example's text, None where T' is the batch's T (or a multiple, for a module called several times).
+    """
+
+    module: TrackedModule
+    a: Tensor
+    delta: Tensor
+    keep: Tensor | None
+    positions: Tensor | None
 
 
 class _Root(torch.autograd.Function):
@@ -40,6 +56,7 @@ class _Calls:
     """The calls of one module in one forward pass: inputs with their version counters, and output gradients as they arrive."""
 
     inputs: list[tuple[Tensor, int]] = field(default_factory=list)
+    tokens: list[Tensor | None] = field(default_factory=list)  # for an expert: which of the flattened B * T tokens it saw
     deltas: list[Tensor | None] = field(default_factory=list)
     shapes: list[torch.Size] = field(default_factory=list)
     waiting: int = 0
@@ -56,23 +73,21 @@ class Capture:
         """Call consume(module, a (B, T, d_in), delta (B, T, d_out)) once per module, both in the model's dtype and 0 at padding.
 
         a ends in the constant 1 of a bias. A module that is called n times in a forward gives (B, n*T, ...): the calls one after the other. A module
-        that sees one vector per example (a pooler) gives (B, 1, ...). check: raise NumericalError naming module and example id at the first
-        non-finite activation or gradient. Raises DataError for ids outside the vocabulary or examples beyond the context.
+        that sees one vector per example (a pooler) gives (B, 1, ...), an expert (B, T', ...) with T' the most tokens of one example that were routed to
+        it. check: raise NumericalError naming module and example id at the first non-finite activation or gradient. Raises DataError for ids outside
+        the vocabulary or examples beyond the context.
         """
-        mask = batch.attention_mask.bool()
 
-        def complete(module: TrackedModule, a: Tensor, delta: Tensor) -> None:
-            if a.shape[1] % mask.shape[1] == 0:
-                keep = mask.to(a.device).repeat(1, a.shape[1] // mask.shape[1])[..., None]
-                a = a.masked_fill(~keep, 0)
-                one = keep.to(a.dtype)
-            else:
-                one = a.new_ones((*a.shape[:2], 1))
-            consume(module, torch.cat([a, one], dim=-1) if module.bias else a, delta)
+        def complete(c: Captured) -> None:
+            a = c.a if c.keep is None else c.a.masked_fill(~c.keep[..., None], 0)
+            if c.module.bias:
+                one = a.new_ones((*a.shape[:2], 1)) if c.keep is None else c.keep[..., None].to(a.dtype)
+                a = torch.cat([a, one], dim=-1)
+            consume(c.module, a, c.delta)
 
         return self.stream(batch, complete, labels=labels, seed=seed, check=check)
 
-    def stream(self, batch: Batch, consume: Consume, *, labels: Labels = "true", seed: int = 0, check: bool = False) -> LossStats:
+    def stream(self, batch: Batch, consume: Callable[[Captured], None], *, labels: Labels = "true", seed: int = 0, check: bool = False) -> LossStats:
         """As `run`, with a as the module got it: no 1 for the bias, and whatever the model left at padding (delta is 0 there)."""
         run = _Run(self.modules, batch, consume, check)
         with _frozen(bare(self.loaded.model)), run.hooked(), torch.enable_grad():
@@ -84,13 +99,13 @@ class Capture:
 class _Run:
     """State of one pass; nothing outlives it."""
 
-    def __init__(self, modules: Sequence[TrackedModule], batch: Batch, consume: Consume, check: bool) -> None:
+    def __init__(self, modules: Sequence[TrackedModule], batch: Batch, consume: Callable[[Captured], None], check: bool) -> None:
         self.modules = modules
         self.batch = batch
         self.consume = consume
         self.check = check
         self.calls = {m.name: _Calls() for m in modules}
-        self.padding: Tensor | None = None if bool(batch.attention_mask.all()) else batch.attention_mask == 0
+        self.real: Tensor | None = None if bool(batch.attention_mask.all()) else batch.attention_mask > 0
         self.in_backward = False
 
     def start_backward(self) -> None:
@@ -117,6 +132,7 @@ class _Run:
             calls = self.calls[tracked.name]
             output.register_hook(partial(self._arrived, tracked, len(calls.inputs)))
             calls.inputs.append((x.detach(), x._version))
+            calls.tokens.append(args[1] if isinstance(module, ExpertLinear) else None)
             calls.shapes.append(output.shape)
             calls.deltas.append(None)
         return output
@@ -134,24 +150,54 @@ class _Run:
             calls = self.calls.pop(m.name, None)
             if calls is not None and calls.inputs:
                 self._emit(m, calls)
+            elif calls is not None and isinstance(m.module, ExpertLinear):  # no token of this batch was routed to it
+                self._emit_unused(m)
             elif calls is not None:
                 raise ModelError(f"module {m.name} was tracked and not called in the forward pass")
 
+    def _emit_unused(self, m: TrackedModule) -> None:
+        weight: Any = m.module.weight
+        rows = (len(self.batch.ids), 1)
+        a, delta = weight.new_zeros((*rows, m.d_in - m.bias)), weight.new_zeros((*rows, m.d_out))
+        nowhere = torch.zeros(rows, dtype=torch.int64, device=weight.device)
+        self.consume(Captured(m, a, delta, nowhere.bool(), nowhere))
+
     def _emit(self, tracked: TrackedModule, calls: _Calls) -> None:
-        inputs, deltas = [], []
-        for (x, version), delta, shape in zip(calls.inputs, calls.deltas, calls.shapes, strict=True):
+        parts = []
+        for (x, version), tokens, delta, shape in zip(calls.inputs, calls.tokens, calls.deltas, calls.shapes, strict=True):
             if x._version != version:
                 raise ModelError(f"the input of module {tracked.name} is changed in place after its use, so its gradient cannot be taken")
-            d = self._by_example(tracked, x.new_zeros(shape) if delta is None else delta)
-            if self.padding is not None and d.shape[1] == self.padding.shape[1]:
-                d = d.masked_fill(self.padding.to(d.device)[..., None], 0)
-            inputs.append(self._by_example(tracked, x))
-            deltas.append(d)
-        a = inputs[0] if len(inputs) == 1 else torch.cat(inputs, dim=1)
-        delta_all = deltas[0] if len(deltas) == 1 else torch.cat(deltas, dim=1)
+            d = x.new_zeros(shape) if delta is None else delta
+            parts.append(self._plain(tracked, x, d) if tokens is None else self._routed(tracked, x, d, tokens))
+        c = parts[0] if len(parts) == 1 else _joined(parts)
         if self.check:
-            self._refuse_non_finite(tracked, a, delta_all)
-        self.consume(tracked, a, delta_all)
+            self._refuse_non_finite(c)
+        self.consume(c)
+
+    def _plain(self, tracked: TrackedModule, x: Tensor, delta: Tensor) -> Captured:
+        a, delta = self._by_example(tracked, x), self._by_example(tracked, delta)
+        keep = None
+        if self.real is not None and delta.shape[1] == self.real.shape[1]:
+            keep = self.real.to(delta.device)
+            delta = delta.masked_fill(~keep[..., None], 0)
+        return Captured(tracked, a, delta, keep, None)
+
+    def _routed(self, tracked: TrackedModule, x: Tensor, delta: Tensor, tokens: Tensor) -> Captured:
+        """An expert's tokens (n,), gathered example by example into (B, T', ...)."""
+        b, t = self.batch.input_ids.shape
+        if self.real is not None:
+            on = self.real.to(tokens.device).reshape(-1)[tokens]
+            x, delta, tokens = x[on], delta[on], tokens[on]
+        example = tokens // t
+        counts = torch.bincount(example, minlength=b)
+        width = max(1, int(counts.max()))
+        place = torch.arange(len(tokens), device=tokens.device) - (counts.cumsum(0) - counts)[example]  # tokens ascend, so examples do
+        at = example * width + place
+
+        def spread(values: Tensor) -> Tensor:
+            return values.new_zeros((b * width, *values.shape[1:])).index_copy_(0, at, values).view(b, width, *values.shape[1:])
+
+        return Captured(tracked, spread(x), spread(delta), spread(torch.ones_like(tokens)).bool(), spread(tokens % t))
 
     def _by_example(self, tracked: TrackedModule, x: Tensor) -> Tensor:
         """(B, T, d) from (B, T, d), (B*T, d) or, for one vector per example, (B, d) -> (B, 1, d)."""
@@ -164,15 +210,23 @@ class _Run:
             return x[:, None]
         raise ModelError(f"module {tracked.name} is fed {tuple(x.shape)}, which does not divide into the {b} examples of the batch")
 
-    def _refuse_non_finite(self, tracked: TrackedModule, a: Tensor, delta: Tensor) -> None:
+    def _refuse_non_finite(self, c: Captured) -> None:
         """Raise NumericalError naming module and first example. At padding only the gradient counts."""
-        for what, x in (("activation", a), ("output gradient", delta)):
+        for what, x in (("activation", c.a), ("output gradient", c.delta)):
             bad = ~torch.isfinite(x).all(-1)
-            if what == "activation" and self.padding is not None and bad.shape == self.padding.shape:
-                bad &= ~self.padding.to(bad.device)
+            if c.keep is not None:
+                bad &= c.keep
             if bool(bad.any()):
                 i = int(bad.any(1).nonzero()[0])
-                raise NumericalError(f"module {tracked.name}: non-finite {what} in example {self.batch.ids[i]!r}")
+                raise NumericalError(f"module {c.module.name}: non-finite {what} in example {self.batch.ids[i]!r}")
+
+
+def _joined(parts: list[Captured]) -> Captured:
+    """The calls of one module, one after the other along T."""
+    first = parts[0]
+    keep = None if first.keep is None else torch.cat([p.keep for p in parts if p.keep is not None], dim=1)
+    positions = None if first.positions is None else torch.cat([p.positions for p in parts if p.positions is not None], dim=1)
+    return Captured(first.module, torch.cat([p.a for p in parts], dim=1), torch.cat([p.delta for p in parts], dim=1), keep, positions)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.capture import Capture
+from engine.capture import Capture, Captured
 from engine.errors import ModelError, StoreError
 from engine.example import Batch
 from engine.loss import Labels, LossStats
@@ -103,16 +103,17 @@ class CoordinateMap:
         for m in self.maps.values():
             left[m.group] += 1
 
-        def project(tracked: TrackedModule, a: Tensor, delta: Tensor) -> None:
-            m = self.maps[tracked.name]
+        def project(c: Captured) -> None:
+            m = self.maps[c.module.name]
             held = rotated.get(m.group)
-            if held is None or held[0].data_ptr() != a.data_ptr():
-                held = rotated[m.group] = (a, _rotate(a, m.q_a, tracked.bias))
+            if held is None or held[0].data_ptr() != c.a.data_ptr():
+                held = rotated[m.group] = (c.a, _rotate(c.a, m.q_a, c.module.bias))
             left[m.group] -= 1
             if not left[m.group]:
                 del rotated[m.group]
-            v = delta.to(m.q_s.dtype) @ m.q_s
-            consume(tracked.name, _per_position(m, v, held[1], batch.input_ids.shape[1]) if per_position else _summed(m, v, held[1]))
+            v = c.delta.to(m.q_s.dtype) @ m.q_s
+            z = _per_position(m, v, held[1], c.positions, batch.input_ids.shape[1]) if per_position else _summed(m, v, held[1])
+            consume(c.module.name, z)
 
         return self.capture.stream(batch, project, labels=labels, seed=seed)
 
@@ -176,7 +177,7 @@ class CoordinateMap:
 
 def _compute(loaded: LoadedModel, t: TrackedModule) -> tuple[torch.device, torch.dtype]:
     """Where a module's projection lives and its precision: float32, or float64 for a float64 model."""
-    weight = next(t.module.parameters())
+    weight: Any = t.module.weight
     return weight.device, torch.float64 if loaded.dtype == torch.float64 else torch.float32
 
 
@@ -229,13 +230,13 @@ def _summed(m: ModuleMap, v: Tensor, u: Tensor) -> Tensor:
     return z.mul_(m.inverse_root)
 
 
-def _per_position(m: ModuleMap, v: Tensor, u: Tensor, length: int) -> Tensor:
+def _per_position(m: ModuleMap, v: Tensor, u: Tensor, positions: Tensor | None, length: int) -> Tensor:
     """z (B, T, m) whose sum over T is `_summed`; calls of a module that is used twice are added, one vector per example counts for position 0."""
     z = v[..., m.rows] * u[..., m.columns] * m.inverse_root
-    if z.shape[1] == length:
+    if positions is None and z.shape[1] == length:
         return z
-    if z.shape[1] % length == 0:
+    if positions is None and z.shape[1] % length == 0:
         return z.view(len(z), -1, length, z.shape[2]).sum(1)
-    out = z.new_zeros((len(z), length, z.shape[2]))
-    out[:, 0] = z.sum(1)
-    return out
+    if positions is None:
+        positions = torch.zeros(z.shape[:2], dtype=torch.int64, device=z.device)
+    return z.new_zeros((len(z), length, z.shape[2])).scatter_add_(1, positions[..., None].expand_as(z), z)

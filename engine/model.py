@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from engine.errors import ModelError
+from engine.experts import split_experts
 from engine.head import head_separates
 from engine.modules import bare
 from engine.pooling import classifier_class
@@ -77,6 +77,7 @@ def from_parts(
     task: Task = "causal-lm" if _generates(inner) else "sequence-classification"
     if task == "sequence-classification" and inner.config.num_labels < 2:
         raise ModelError(f"{source}: the classification head has {inner.config.num_labels} output; attribution needs two classes or more")
+    split_experts(inner)
     pad = _pad_id(tokenizer, config)
     if task == "sequence-classification" and getattr(inner.config, "pad_token_id", None) is None:
         inner.config.pad_token_id = pad
@@ -274,8 +275,3 @@ def _with_adapters(model: Any, adapters: str) -> Any:
 def _first_line(error: BaseException) -> str:
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
-
-
-def on_device(tensor: Tensor, like: Tensor) -> Tensor:
-    """Move where `like` lives (a model may be spread over several devices)."""
-    return tensor if tensor.device == like.device else tensor.to(like.device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from engine.errors import ModelError
+from engine.experts import ExpertLinear, expert_linears
 
 if TYPE_CHECKING:
     from engine.model import LoadedModel
@@ -73,6 +73,8 @@ def linear_shape(module: nn.Module) -> tuple[int, int] | None:
         return module.out_features, module.in_features
     if isinstance(module, Conv1D):
         return int(module.nf), int(module.nx)
+    if isinstance(module, ExpertLinear):
+        return module.d_out, module.d_in
     return None
 
 
@@ -91,20 +93,18 @@ def track(loaded: LoadedModel) -> ModuleReport:
         own = [p for p in module.parameters(recurse=False) if id(p) not in seen]
         seen.update(id(p) for p in own)
         size = sum(p.numel() for p in own)
-        shape = linear_shape(module)
-        reason = None
-        if shape is None:
-            reason = "embedding" if isinstance(module, nn.Embedding) else f"not a linear layer ({type(module).__name__})"
-        elif module is head:
-            reason = "vocabulary head"
-        elif adapters and not _adapter(name):
+        parts = dict(expert_linears(module))
+        reason = _reason(module, parts, head)
+        if reason is None and adapters and not _adapter(name):
             reason = "base weight under an adapter"
-        elif not adapters and _adapter(name) and loaded.has_adapters:
+        elif reason is None and not adapters and loaded.has_adapters and _adapter(name):
             reason = "adapter (attribution goes to the base weights)"
-        if reason is None:
+        if reason is not None:
+            skipped += [(name, reason, size)] if size else []
+        elif parts:
+            chosen.update({f"{name}.{part}": linear for part, linear in parts.items()})
+        else:
             chosen[name] = module
-        elif size:
-            skipped.append((name, reason, size))
     order, groups = _probe(loaded, chosen)
     tracked = []
     for name, module in chosen.items():
@@ -121,6 +121,20 @@ def track(loaded: LoadedModel) -> ModuleReport:
     return ModuleReport(tracked, skipped, sum(t.n_parameters for t in tracked), total)
 
 
+def _reason(module: nn.Module, parts: dict[str, ExpertLinear], head: nn.Module | None) -> str | None:
+    """Why a module is not tracked, whatever the adapters; None where it is."""
+    if module is head:
+        return "vocabulary head"
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    if parts or linear_shape(module) is not None:
+        return None
+    kind = type(module).__name__
+    if kind.endswith("Router"):
+        return f"router ({kind})"
+    return f"fused experts ({kind})" if kind.endswith("Experts") else f"not a linear layer ({kind})"
+
+
 def _adapter(name: str) -> bool:
     return ".lora_A." in name or ".lora_B." in name or ".modules_to_save." in name
 
@@ -132,20 +146,31 @@ def _probe(loaded: LoadedModel, chosen: dict[str, nn.Module]) -> tuple[list[str]
     first: dict[tuple[Any, ...], str] = {}
     groups: dict[str, str] = {}
 
-    def watch(name: str) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x: Tensor = args[0] if args else next(iter(kwargs.values()))
-            if name in groups:
-                return
-            kept.append(x)
-            biased = getattr(module, "bias", None) is not None
-            key = (x.data_ptr(), x.device, x.dtype, tuple(x.shape), tuple(x.stride()), x._version, biased)
+    def note(name: str, key: tuple[Any, ...]) -> None:
+        if name not in groups:
             order.append(name)
             groups[name] = first.setdefault(key, name)
 
+    def watch_experts(name: str) -> Any:
+        """Every expert counts as called: two tokens do not reach them all. Each is fed its own tokens."""
+
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+            for part, _ in expert_linears(module):
+                note(f"{name}.{part}", (name, part))
+
         return hook
 
-    handles = [module.register_forward_pre_hook(watch(name), with_kwargs=True) for name, module in chosen.items()]
+    def watch(name: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x: Tensor = args[0] if args else next(iter(kwargs.values()))
+            kept.append(x)
+            biased = getattr(module, "bias", None) is not None
+            note(name, (x.data_ptr(), x.device, x.dtype, tuple(x.shape), tuple(x.stride()), x._version, biased))
+
+        return hook
+
+    handles = [module.register_forward_pre_hook(watch(name), with_kwargs=True) for name, module in chosen.items() if not isinstance(module, ExpertLinear)]
+    handles += [m.register_forward_pre_hook(watch_experts(name)) for name, m in bare(loaded.model).named_modules() if hasattr(m, "eogp_linears")]
     try:
         with torch.no_grad():
             ids = torch.zeros((1, 2), dtype=torch.int64, device=loaded.device)
@@ -154,8 +179,3 @@ def _probe(loaded: LoadedModel, chosen: dict[str, nn.Module]) -> tuple[list[str]
         for handle in handles:
             handle.remove()
     return order, groups
-
-
-def iter_names(tracked: list[TrackedModule]) -> Iterator[tuple[str, int]]:
-    """(name, layer) pairs, as the grouping of modules into blocks takes them."""
-    return ((t.name, t.layer) for t in tracked)
