@@ -5,7 +5,7 @@ The composition of the walk (method: coordinates -> PCA/SRHT -> signs and scales
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,9 +48,9 @@ class Sketcher:
         self.projection = projection
         self.batch_tokens = batch_tokens
 
-    def sketch(self, examples: Sequence[Example], rows: Sequence[int]) -> Sketch:
-        """One-bit sketches of training examples, in the order given. `rows`: store-wide row numbers."""
-        found = self._run(examples, rows)
+    def sketch(self, examples: Sequence[Example], rows: Sequence[int], progress: Callable[[int], None] | None = None) -> Sketch:
+        """One-bit sketches of training examples, in the order given. `rows`: store-wide row numbers; `progress` is told the examples of each batch."""
+        found = self._run(examples, rows, progress)
         codes, scales = encode(found.y, self.projection.layout, self.projection.c, self.projection.scale)
         bad = found.flags != 0
         codes[bad], scales[bad] = 0, 0
@@ -71,7 +71,7 @@ class Sketcher:
         self.coordinates.stream(batch, consume, per_position=True)
         return self.projection.finish(y)[0].cpu().numpy()
 
-    def _run(self, examples: Sequence[Example], rows: Sequence[int]) -> QuerySketch:
+    def _run(self, examples: Sequence[Example], rows: Sequence[int], progress: Callable[[int], None] | None = None) -> QuerySketch:
         n, layout = len(examples), self.projection.layout
         y = np.zeros((n, layout.total_k), np.float32)
         norm_sq, loss = np.zeros(n, np.float32), np.zeros(n, np.float32)
@@ -82,6 +82,8 @@ class Sketcher:
             chosen = [usable[j] for j in plan]
             batch = collate([examples[i] for i in chosen], [rows[i] for i in chosen], self.loaded.pad_id, self.loaded.device)
             y[chosen], norm_sq[chosen], loss[chosen] = self._batch(batch)
+            if progress:
+                progress(len(chosen))
         finite = np.isfinite(norm_sq) & np.isfinite(loss) & np.isfinite(y).all(axis=1)
         flags[~finite] |= FLAG_NONFINITE
         flags[(norm_sq == 0) & (flags == 0)] = FLAG_ZERO
@@ -114,7 +116,12 @@ class Sketcher:
 
 
 def spill_coordinates(
-    coordinates: CoordinateMap, examples: Sequence[Example], rows: Sequence[int], folder: Path, batch_tokens: int
+    coordinates: CoordinateMap,
+    examples: Sequence[Example],
+    rows: Sequence[int],
+    folder: Path,
+    batch_tokens: int,
+    progress: Callable[[int], None] | None = None,
 ) -> dict[str, NDArray[np.float32]]:
     """Stage-1 coordinates of the PCA fitting set on disk: {module: (n, m_u) float32, memory-mapped}, rows in the order of `examples`."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -129,4 +136,6 @@ def spill_coordinates(
             z[name][plan] = values.cpu().numpy()
 
         coordinates.stream(batch, consume)
+        if progress:
+            progress(len(plan))
     return z

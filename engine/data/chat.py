@@ -77,6 +77,7 @@ def render_chat(messages: list[Message], tokenizer: Any, fallback: Literal["refu
         if fallback == "refuse":
             raise DataError(
                 "the tokenizer has no chat template; say --chat-fallback roles to write each turn as a line `role: content`, or give a tokenizer that has one",
+                code="no-chat-template",
                 field="messages",
             )
         return _render_roles(messages)

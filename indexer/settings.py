@@ -1,0 +1,39 @@
+"""Settings of the indexing job."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from engine.data.settings import DataSettings
+from engine.settings import FitSettings, ModelSettings, Settings, SketchSettings
+
+
+class RunSettings(Settings):
+    """Run."""
+
+    shard_rows: int = Field(4096, ge=1, description="Rows per segment; a killed job loses at most the segment in flight.")
+    restart: bool = Field(False, description="Discard an interrupted run of this store instead of resuming it.")
+    log_json: bool = Field(False, description="Write progress as JSON lines on standard error instead of a display.")
+
+
+class KeepSettings(Settings):
+    """Store."""
+
+    keep_curvature: bool | None = Field(
+        None, description="Keep the whole curvature in the store, which `rescore: gradients` needs; default: where it takes less than 2 GB."
+    )
+
+
+class IndexSettings(DataSettings, ModelSettings, FitSettings, SketchSettings, KeepSettings, RunSettings):
+    """Everything that `eogp index` can be told."""
+
+
+class AppendSettings(DataSettings, ModelSettings, RunSettings):
+    """What `eogp append` can be told; what is left out is as it was when the store was built."""
+
+    batch_tokens: int | None = Field(
+        None, ge=1, description="Padded tokens per batch of the model's forward and backward pass; default: as when the store was built."
+    )
+
+
+OPERATIONAL = ("restart", "log_json", "device")  # how a run is carried out, not what it makes
