@@ -1,7 +1,7 @@
 """Write docs/reference/cli.md from the commands themselves: every argument, flag, environment variable and default.
 
-    python docs/generate.py            rewrites the file
-    python docs/generate.py --check    exits with 1 where it is out of date
+python docs/generate.py            rewrites the file
+python docs/generate.py --check    exits with 1 where it is out of date
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import click
+import typer.core
 import typer.main
 
 from engine.cli import build
@@ -28,10 +28,10 @@ def cell(text: str | None) -> str:
     return " ".join((text or "").split()).replace("|", "\\|")
 
 
-def describe(name: str, command: click.Command) -> list[str]:
+def describe(name: str, command: typer.core.TyperCommand) -> list[str]:
     """One command as Markdown: its purpose, usage line, arguments and options."""
-    arguments = [p for p in command.params if isinstance(p, click.Argument)]
-    shown = [p for p in command.params if isinstance(p, click.Option) and not p.hidden]
+    arguments = [p for p in command.params if isinstance(p, typer.core.TyperArgument)]
+    shown = [p for p in command.params if isinstance(p, typer.core.TyperOption) and not p.hidden]
     words = [(p.name or "").upper() if p.required else f"[{(p.name or '').upper()}]" for p in arguments]
     lines = [f"## eogp {name}", "", cell(command.help or ""), "", "```", " ".join(["eogp", name, *words, "[OPTIONS]"]), "```", ""]
     for argument in arguments:
@@ -47,8 +47,8 @@ def describe(name: str, command: click.Command) -> list[str]:
     return [*lines, ""]
 
 
-def walk(name: str, command: click.Command) -> list[str]:
-    if isinstance(command, click.Group):
+def walk(name: str, command: typer.core.TyperCommand | typer.core.TyperGroup) -> list[str]:
+    if isinstance(command, typer.core.TyperGroup):
         return [line for child in sorted(command.commands) for line in walk(f"{name} {child}".strip(), command.commands[child])]
     return describe(name, command)
 

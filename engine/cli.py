@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from importlib.metadata import entry_points
 
-import click
 import typer
 
 from engine.errors import EogpError
@@ -29,13 +28,7 @@ def build() -> typer.Typer:
 def main() -> None:
     """Run `eogp`. Exit codes: 0 done, 1 a failure of ours, 2 a mistake of the user's."""
     try:
-        sys.exit(build()(standalone_mode=False) or 0)
+        build()()
     except EogpError as e:
         print(f"eogp: {e.message}", file=sys.stderr)
         sys.exit(e.exit_code)
-    except click.ClickException as e:
-        e.show()
-        sys.exit(2)
-    except (click.exceptions.Abort, KeyboardInterrupt):
-        print("eogp: interrupted", file=sys.stderr)
-        sys.exit(130)
