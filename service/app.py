@@ -215,5 +215,6 @@ def _openapi(app: FastAPI, secured: bool) -> dict[str, Any]:
                 operation["responses"][str(status)] = answer
             if closed:
                 operation["security"] = [{"bearer": []}, {"key": []}]
+    schema["x-errors"] = [{"code": c, "status": known.status, "title": known.title, "remedy": known.remedy} for c, known in errors.CODES.items()]
     app.openapi_schema = schema
     return schema
