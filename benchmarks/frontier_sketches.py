@@ -1,0 +1,108 @@
+"""Our sketches of a task, from the kernels of benchmarks/frontier_kernels.py, with the engine's own spectrum, rotation, signs and scales."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+from frontier_baselines import Row
+from frontier_kernels import Kernels
+from numpy.typing import NDArray
+
+from engine.blocks import BlockKind, BlockLayout, blocks_of
+from engine.pca import random_rotation, spectrum
+from engine.signs import ScaleKind, block_scales, decode, encode, geometric_mean_scale
+
+DROP = 1e-3  # the kernels are sums of float32 products
+Fit = Literal["train", "disjoint"]
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One configuration. k: bits per block, or a total for `spread` by spectrum; width: a stage-1 width that the kernels hold."""
+
+    kind: BlockKind
+    k: int
+    width: int
+    rotate: bool = False
+    scale: ScaleKind = "l1"
+    normalise: bool = False
+    spread: bool = False
+    float16: bool = False
+
+    @property
+    def label(self) -> str:
+        m = "all" if self.width >= 1 << 29 else f"{self.width:,}"
+        parts = [f"per {self.kind}", f"k={self.k}" + (" spread" if self.spread else ""), f"m={m}"]
+        parts += ["rotated"] * self.rotate + ["unbiased"] * (self.scale == "unbiased") + ["z/|z|"] * self.normalise + ["fp16" if self.float16 else "1 bit"]
+        return "EOGP " + ", ".join(parts)
+
+
+@dataclass
+class Coordinates:
+    """PCA coordinates of every text in every block at full rank: x (n, r) per block and its singular values."""
+
+    x: list[Floats]
+    singular: list[NDArray[np.float64]]
+
+
+@dataclass
+class Lab:
+    """Sketches of one task. modules: (name, layer); sizes: coordinates per module."""
+
+    kernels: Kernels
+    modules: Sequence[tuple[str, int]]
+    sizes: Mapping[str, int]
+    _held: tuple[object, Coordinates] | None = field(default=None, repr=False)
+
+    def coordinates(self, kind: BlockKind, width: int, fit: Fit, normalise: bool = False) -> Coordinates:
+        """PCA fitted on the split `fit`; the last one asked for is kept."""
+        key = (kind, width, fit, normalise)
+        if self._held is not None and self._held[0] == key:
+            return self._held[1]
+        rows = self.kernels.rows(fit)
+        blocks = list(blocks_of(self.modules, kind).values())
+        weights = np.ones(rows.stop - rows.start)
+        if normalise:
+            weights = 1 / np.sqrt(sum(np.diagonal(self.kernels.module(name, width))[rows].astype(np.float64) for name, _ in self.modules))
+        x, singular = [], []
+        for names in blocks:
+            k = self.kernels.block(names, width)
+            gram = k[rows, rows] * weights[:, None] * weights
+            found = spectrum(torch.from_numpy(gram), drop=DROP)
+            left = weights[:, None] * found.vectors.numpy() / found.singular
+            x.append((k[:, rows] @ left).astype(np.float32))
+            singular.append(found.singular)
+        self._held = (key, Coordinates(x, singular))
+        return self._held[1]
+
+    def scores(self, plan: Plan, fit: Fit, *, seed: int = 0) -> Row:
+        """The row of one plan: scores (queries, training texts) by equation (14), bytes per example, bytes of P."""
+        c = self.coordinates(plan.kind, plan.width, fit, plan.normalise)
+        blocks = blocks_of(self.modules, plan.kind)
+        k = spread_bits(c.singular, plan.k) if plan.spread else [min(plan.k, s.size) for s in c.singular]
+        layout = BlockLayout(tuple(blocks), tuple(k))
+        parts = []
+        for b, (x, bits) in enumerate(zip(c.x, k, strict=True)):
+            own = x[:, :bits]
+            parts.append(own @ random_rotation(bits, np.random.default_rng([seed, b])).float().numpy() if plan.rotate else own)
+        x = np.concatenate(parts, axis=1)
+        stored, asked = x[self.kernels.rows("train")], x[self.kernels.rows("query")]
+        entries = sum(bits * min(plan.width, self.sizes[name]) for bits, names in zip(k, blocks.values(), strict=True) for name in names)
+        if plan.float16:
+            kept = stored.astype(np.float16).astype(np.float32)
+            return Row(plan.label, "EOGP", 2 * layout.total_k, 2 * entries, scores=(asked @ kept.T).astype(np.float64))
+        fitted = geometric_mean_scale(block_scales(x[self.kernels.rows(fit)], layout, plan.scale))
+        kept = decode(*encode(stored, layout, fitted, plan.scale), layout, fitted)
+        return Row(plan.label, "EOGP", layout.payload_bytes, 2 * entries, one_bit=True, scores=(asked @ kept.T).astype(np.float64))
+
+
+def spread_bits(singular: Sequence[NDArray[np.float64]], total: int) -> list[int]:
+    """Bits per block when `total` goes to the directions with the largest singular values of all blocks together, in whole bytes; at least 8 each."""
+    every = np.sort(np.concatenate(singular))[::-1]
+    level = every[min(total, every.size) - 1]
+    return [int(min(max(8 * round(float((s >= level).sum()) / 8), 8), s.size)) for s in singular]
