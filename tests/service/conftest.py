@@ -66,7 +66,7 @@ class FakeBackend:
             metadata=["kind"],
         )
 
-    def prepare(self, request: schemas.InfluenceRequest, max_query_tokens: int) -> Item:
+    def prepare(self, request: schemas.InfluenceRequest) -> Item:
         texts = [said(q) for q in request.queries]
         if any(not t.strip() for t in texts):
             raise DataError("queries.0: no target token is left")
