@@ -59,7 +59,7 @@ def create_app(backend: Backend, settings: ServeSettings | None = None, keys: Ke
         finally:
             await service.stop()
 
-    app = FastAPI(title="eogp", version=VERSION, description=DESCRIPTION, docs_url=None, redoc_url=None, lifespan=lifespan)
+    app = FastAPI(title="eogp", version=VERSION, description=DESCRIPTION, docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=lifespan)
     app.state.service = service
     _handlers(app)
     _routes(app, service)

@@ -12,7 +12,7 @@ from service.settings import ServeSettings
 
 
 def configure(settings: ServeSettings) -> None:
-    """Send structlog and the standard library's loggers through one formatter."""
+    """Send structlog and the standard library's loggers through one formatter. Tracebacks come without local variables, which hold queries and keys."""
     level = getattr(logging, settings.log_level.upper())
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
@@ -20,9 +20,12 @@ def configure(settings: ServeSettings) -> None:
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
     if settings.log_format == "json":
-        last: list[Any] = [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
+        last: list[Any] = [
+            structlog.processors.ExceptionRenderer(structlog.tracebacks.ExceptionDictTransformer(show_locals=False)),
+            structlog.processors.JSONRenderer(),
+        ]
     else:
-        last = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+        last = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback)]
     structlog.configure(
         processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
         wrapper_class=structlog.make_filtering_bound_logger(level),

@@ -7,13 +7,21 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
 Score = Literal["influence", "cosine"]
 Direction = Literal["proponents", "opponents", "both"]
 Order = Literal["position", "self_influence", "loss"]
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
-Bounded = Annotated[float, Field(ge=-1e300, le=1e300)]
+
+
+def _no_large_integer(value: Any) -> Any:
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError("an integer lies between -2^63 and 2^63 - 1")
+    return value
+
+
+Bounded = Annotated[float, Field(ge=-1e300, le=1e300), BeforeValidator(_no_large_integer)]
 Scalar = Annotated[Annotated[str, Field(max_length=10_000)] | bool | Int64 | Bounded, Field(union_mode="left_to_right")]
 Bound = Annotated[Annotated[str, Field(max_length=1_000)] | Int64 | Bounded, Field(union_mode="left_to_right")]
 

@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from engine.errors import DataError
-from service.batching import Batcher, ClientGoneError, Observer
+from service.batching import Batcher, ClientGoneError, Observer, out_of_memory
 from service.errors import ApiError
 
 
@@ -117,11 +118,28 @@ def test_a_request_may_carry_its_own_error() -> None:
     run(main)
 
 
-@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("CUDA out of memory. Tried to allocate"), RuntimeError("can't allocate memory: you tried")])
-def test_out_of_memory_halves_then_503(error: Exception) -> None:
+@pytest.mark.parametrize(
+    ("error", "so"),
+    [
+        (MemoryError(), True),
+        (RuntimeError("CUDA out of memory. Tried to allocate"), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), True),
+        (torch.OutOfMemoryError("x"), True),
+        (RuntimeError("shape mismatch"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_what_counts_as_out_of_memory(error: Exception, so: bool) -> None:
+    assert out_of_memory(error) is so
+
+
+def test_out_of_memory_halves_then_503(monkeypatch: pytest.MonkeyPatch) -> None:
+    released: list[int] = []
+    monkeypatch.setattr("service.batching.release_memory", lambda: released.append(1))
+
     def before(items: Sequence[int]) -> None:
         if len(items) > 2 or 7 in items:
-            raise error
+            raise MemoryError
 
     async def main(batcher: Any) -> None:
         blocker, _ = await blocked(batcher)
@@ -131,7 +149,7 @@ def test_out_of_memory_halves_then_503(error: Exception) -> None:
         results = await asyncio.gather(*(batcher.wait(j) for j in jobs), return_exceptions=True)
         assert results[:7] == [0, 2, 4, 6, 8, 10, 12]
         assert isinstance(results[7], ApiError) and (results[7].status, results[7].code) == (503, "out-of-memory")
-        assert [len(b) for b in runner.batches] == [8, 4, 2, 2, 4, 2, 2, 1, 1]
+        assert [len(b) for b in runner.batches] == [8, 4, 2, 2, 4, 2, 2, 1, 1] and len(released) == 5
         assert await batcher.wait(batcher.submit(1, 1, soon(), Recorder())) == 2
 
     run(main)
