@@ -25,7 +25,8 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def device_of(module: TrackedModule) -> torch.device:
     """Where a module's weight lives; a model may be spread over several devices."""
-    return next(module.module.parameters()).device
+    weight: Tensor = module.module.weight  # type: ignore[assignment]
+    return weight.device
 
 
 def add_second_moment(total: Tensor, x: Tensor) -> None:

@@ -166,7 +166,8 @@ def write_modules(path: Path, modules: Sequence[ModuleCurvature], skipped: Mappi
             tensors[f"{m.name}/positions"] = m.positions
         described[m.name] = {"d_out": m.d_out, "d_in": m.d_in, "mean_lambda": m.mean_lambda, "input_key": key, "on_candidates": m.positions is not None}
     partial = path.with_name(path.name + ".partial")
-    save_file({k: v.contiguous() for k, v in tensors.items()}, partial, metadata={"modules": json.dumps(described), "skipped": json.dumps(dict(skipped))})
+    header = {"described": json.dumps({"modules": described, "skipped": dict(skipped)})}  # one key, since several are written in random order
+    save_file({k: v.contiguous() for k, v in tensors.items()}, partial, metadata=header)
     with partial.open("rb") as file:
         os.fsync(file.fileno())
     partial.replace(path)
@@ -176,8 +177,8 @@ def read_header(path: Path) -> dict[str, Any]:
     """{"modules": {name: description}, "skipped": {name: reason}} of one file. Raises StoreError where it is damaged."""
     try:
         with safe_open(path, framework="pt") as file:
-            found = file.metadata()
-        return {key: json.loads(found[key]) for key in ("modules", "skipped")}
+            found = json.loads(file.metadata()["described"])
+        return {key: found[key] for key in ("modules", "skipped")}
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as e:
         raise StoreError(f"curvature file {path} is damaged ({type(e).__name__}: {e}); delete it and fit again") from None
 

@@ -10,23 +10,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from engine.capture import Capture, Consume
-from engine.covariance import CovarianceSums, input_key, working_dtype
+from engine.covariance import CovarianceSums, input_key
 from engine.curvature import SUMMARY, Curvature, ModuleCurvature, StoredModules, read_header, write_json, write_modules
 from engine.eigen import eigenbasis
-from engine.errors import DataError, NumericalError
+from engine.errors import DataError, LimitError, NumericalError
 from engine.example import Batch, Example, collate, plan_batches
-from engine.groups import CANDIDATES, Group, plan_groups
+from engine.groups import CANDIDATES, Group, in_gb
 from engine.lambda_pass import Basis, LambdaSums, candidate_positions
-from engine.memory import fit_budget
+from engine.memory import FitEstimate, estimate_fit, free_memory
 from engine.model import LoadedModel
 from engine.modules import TrackedModule
+from engine.recompute import recomputed_layers
 from engine.settings import FitSettings
 
 IDENTITY = "fit.json"
-Progress = Callable[[str, int, int], None]  # (phase, batches done, batches in all)
+Progress = Callable[[str, int, int], None]  # (covariance | eigenbases | eigenvalues, batches done, batches in all); at least once per batch and factor
 
 
 def sample_positions(n: int, count: int, seed: int) -> list[int]:
@@ -64,16 +66,18 @@ def fit_curvature(
     kept: dict[str, ModuleCurvature] = {}
     skipped: dict[str, str] = dict(done["skipped"])
     if remaining:
-        itemsize = working_dtype(loaded.dtype).itemsize
-        groups = plan_groups(remaining, fit_budget(loaded, tracked, settings), candidates=candidates, itemsize=itemsize)
-        fit.expect(len(groups))
-        for group in groups:
-            modules, without = fit.group(group)
-            skipped |= without
-            if checkpoint is None:
-                kept |= {m.name: m for m in modules}
-            else:
-                write_modules(checkpoint / f"group-{_next_number(checkpoint):05d}.safetensors", modules, without)
+        estimate = estimate_fit(loaded, tracked, settings, tokens=fit.largest_batch, candidates=candidates, modules=remaining)
+        if checkpoint is None:
+            _require_room(estimate, loaded)
+        fit.expect(len(estimate.groups))
+        with recomputed_layers(loaded.model, estimate.recompute):
+            for group in estimate.groups:
+                modules, without = fit.group(group)
+                skipped |= without
+                if checkpoint is None:
+                    kept |= {m.name: m for m in modules}
+                else:
+                    write_modules(checkpoint / f"group-{_next_number(checkpoint):05d}.safetensors", modules, without)
     if checkpoint is None:
         return Curvature({m.name: kept[m.name] for m in tracked if m.name in kept}, skipped, settings.damping)
     stored = StoredModules.scan(checkpoint, settings.damping)
@@ -97,6 +101,11 @@ class _Fit:
         self.plan = plan_batches([len(e) for e in self.examples], self.settings.batch_tokens)
         self.done, self.total = 0, 2 * len(self.plan)
 
+    @property
+    def largest_batch(self) -> int:
+        """Padded tokens."""
+        return max(len(p) * len(self.examples[p[0]]) for p in self.plan)
+
     def expect(self, groups: int) -> None:
         """Two passes per group lie ahead."""
         self.total = 2 * groups * len(self.plan)
@@ -116,8 +125,16 @@ class _Fit:
         for plan in self.plan:
             yield collate([self.examples[i] for i in plan], [self.rows[i] for i in plan], self.loaded.pad_id, self.loaded.device)
             self.done += 1
-            if self.progress is not None:
-                self.progress(phase, self.done, self.total)
+            self.report(phase)
+
+    def report(self, phase: str) -> None:
+        if self.progress is not None:
+            self.progress(phase, self.done, self.total)
+
+    def decompose(self, matrix: Tensor, what: str) -> tuple[Tensor, Tensor]:
+        found = eigenbasis(matrix, what)
+        self.report("eigenbases")
+        return found
 
     def group(self, group: Group) -> tuple[list[ModuleCurvature], dict[str, str]]:
         """One group's curvature, and {name: reason} for modules without any."""
@@ -127,8 +144,8 @@ class _Fit:
             sums.start(batch)
             self._pass(capture, batch, sums.consume, sums.finite)
         sums.finish()
-        inputs = {key: eigenbasis(matrix, f"the activation covariance of {key.rsplit(':', 1)[0]}") for key, matrix in _drain(sums.inputs)}
-        outputs = {name: eigenbasis(matrix, f"the output-gradient covariance of {name}") for name, matrix in _drain(sums.outputs)}
+        inputs = {key: self.decompose(matrix, f"the activation covariance of {key.rsplit(':', 1)[0]}") for key, matrix in _drain(sums.inputs)}
+        outputs = {name: self.decompose(matrix, f"the output-gradient covariance of {name}") for name, matrix in _drain(sums.outputs)}
         bases = {}
         for m in group.modules:
             (lambda_a, q_a), (lambda_s, q_s) = inputs[input_key(m)], outputs[m.name]
@@ -176,6 +193,17 @@ class _Fit:
         if not finite():
             capture.run(batch, lambda *_: None, labels="sampled", seed=seed, check=True)
             raise NumericalError(f"activations or gradients of the batch with example {batch.ids[0]!r} are finite, and their squares overflow")
+
+
+def _require_room(estimate: FitEstimate, loaded: LoadedModel) -> None:
+    """Without a checkpoint folder, finished groups stay in main memory. Raises LimitError where they cannot."""
+    on_cpu = loaded.device.type == "cpu"
+    needed = estimate.curvature * (len(estimate.groups) > 1 or not on_cpu) + estimate.work * on_cpu
+    free = free_memory(torch.device("cpu"))
+    if needed > free:
+        raise LimitError(
+            f"the whole curvature would take {in_gb(needed)} of memory, and {in_gb(free)} are free; give the fit a checkpoint folder", field="fit_memory"
+        )
 
 
 def _drain(matrices: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -37,19 +37,33 @@ def decomposition_bytes(modules: Iterable[TrackedModule], itemsize: int = 4) -> 
     return (EIGH_COPIES * 8 + itemsize) * max((d * d for d in _widths(list(modules))), default=0)
 
 
+def factor_bytes(modules: Iterable[TrackedModule], itemsize: int = 4) -> int:
+    """Bytes of a group's factors alone."""
+    return itemsize * sum(d * d for d in _widths(list(modules)))
+
+
 def _widths(members: Sequence[TrackedModule]) -> list[int]:
+    """Edges of the distinct factors."""
     return [*{input_key(m): m.d_in for m in members}.values(), *(m.d_out for m in members)]
 
 
-def plan_groups(modules: Sequence[TrackedModule], budget: int, *, candidates: int = CANDIDATES, itemsize: int = 4) -> list[Group]:
-    """Fewest-first greedy groups under `budget` bytes, from the last layer down, so that the early groups' backward passes are short.
+def plan_groups(
+    modules: Sequence[TrackedModule],
+    budget: int,
+    *,
+    candidates: int = CANDIDATES,
+    itemsize: int = 4,
+    beside: Callable[[Sequence[TrackedModule]], int] = lambda members: 0,
+) -> list[Group]:
+    """Greedy groups under `budget` bytes, from the last layer down, so that the early groups' backward passes are short.
 
-    Modules that share an input stay together, so that A is formed once, unless they do not fit together. A module whose Lambda alone is too large is
-    accumulated at `candidates` positions. Raises LimitError with the numbers where even that does not fit.
+    beside: bytes that a group takes besides its own arrays (its graph reaches down to its lowest module). Modules that share an input stay together, so
+    that A is formed once, unless they do not fit together. A module whose Lambda alone is too large is accumulated at `candidates` positions. Raises
+    LimitError with the numbers where even that does not fit.
     """
 
     def size(members: Sequence[TrackedModule], few: set[str]) -> int:
-        return group_bytes(members, few, candidates=candidates, itemsize=itemsize)
+        return group_bytes(members, few, candidates=candidates, itemsize=itemsize) + beside(members)
 
     few: set[str] = set()
     for module in modules:
@@ -57,10 +71,13 @@ def plan_groups(modules: Sequence[TrackedModule], budget: int, *, candidates: in
             few.add(module.name)
             needed = min(size([module], few), size([module], set()))
             if needed > budget:
+                other = beside([module])
                 raise LimitError(
-                    f"module {module.name} ({module.d_out} x {module.d_in}) needs {in_gb(needed)} for its curvature, and --fit-memory allows "
-                    f"{in_gb(budget)}; raise it to at least {in_gb(needed)}",
-                    field="fit_memory",
+                    f"module {module.name} ({module.d_out} x {module.d_in}) needs {in_gb(needed - other)} for its curvature"
+                    + (f" and {in_gb(other)} beside it for a batch's activations" if other else "")
+                    + f", and {in_gb(budget)} may be used; "
+                    + ("lower --batch-tokens, or use a device with more memory" if other else f"raise --fit-memory to at least {in_gb(needed)}"),
+                    field="batch_tokens" if other else "fit_memory",
                 )
     groups: list[list[TrackedModule]] = []
     current: list[TrackedModule] = []
@@ -72,10 +89,12 @@ def plan_groups(modules: Sequence[TrackedModule], budget: int, *, candidates: in
     if current:
         groups.append(current)
     order = {m.name: i for i, m in enumerate(modules)}
-    return [
-        Group(tuple(sorted(g, key=lambda m: order[m.name])), frozenset(few & {m.name for m in g}), size(g, few))  # an input group's members may lie apart
-        for g in groups
-    ]
+    found = []
+    for members in groups:
+        names = few & {m.name for m in members}
+        in_order = tuple(sorted(members, key=lambda m: order[m.name]))  # members of an input group may lie apart
+        found.append(Group(in_order, frozenset(names), group_bytes(members, names, candidates=candidates, itemsize=itemsize)))
+    return found
 
 
 def _units(modules: Sequence[TrackedModule], fits: Callable[[Sequence[TrackedModule]], bool]) -> list[list[TrackedModule]]:

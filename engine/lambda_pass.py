@@ -12,7 +12,7 @@ from engine.covariance import all_finite, device_of, input_key, working_dtype
 from engine.modules import TrackedModule
 
 TILE = 1 << 18  # entries of G formed at once on a CPU: squared and added while they are in its cache
-CHUNK = 1 << 26  # entries of G formed at once on a GPU, over several examples
+CHUNK = 1 << 25  # entries of G formed at once on a GPU, over several examples
 
 
 @dataclass(frozen=True, slots=True)

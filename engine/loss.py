@@ -62,7 +62,7 @@ def cross_entropy(logits: Tensor, labels: Tensor | None, u: Tensor | None) -> tu
         cdf = p.cumsum(-1)
         threshold = u.to(cdf.dtype)[:, None] * cdf[:, -1:]
         last = torch.searchsorted(cdf, cdf[:, -1:].contiguous())  # the last class of positive probability, where u rounds up to 1
-        labels = torch.minimum(torch.searchsorted(cdf, threshold, right=True), last)[:, 0]
+        labels = torch.minimum(torch.searchsorted(cdf, threshold, right=True), last)[:, 0].clamp_(max=cdf.shape[1] - 1)  # the last where p is not a number
     loss = -logp.gather(1, labels[:, None])[:, 0]
     p[torch.arange(len(labels), device=p.device), labels] -= 1
     return loss, p

@@ -165,7 +165,7 @@ def _probe(loaded: LoadedModel, chosen: dict[str, nn.Module]) -> tuple[list[str]
             x: Tensor = args[0] if args else next(iter(kwargs.values()))
             kept.append(x)
             biased = getattr(module, "bias", None) is not None
-            note(name, (x.data_ptr(), x.device, x.dtype, tuple(x.shape), tuple(x.stride()), x._version, biased))
+            note(name, (id(x) if x.is_meta else x.data_ptr(), x.device, x.dtype, tuple(x.shape), tuple(x.stride()), x._version, biased))
 
         return hook
 
