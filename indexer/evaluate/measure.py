@@ -57,13 +57,13 @@ def lds(scores: Mapping[str, MethodScores], retrainer: Retrainer, settings: Eval
     if seconds >= 2:
         again = -np.stack(second).astype(np.float64)
         agreement = metrics.ceiling(outcomes[:seconds], again)
-        about["ceiling"] = float(np.nanmean(agreement))
+        about["ceiling"] = float(metrics.mean(agreement))
         outcomes[:seconds] = (outcomes[:seconds] + again) / 2
     draws = metrics.resamples(len(masks), settings.bootstrap, settings.evaluation_seed)
     sample = metrics.bootstrap_lds([m.scores for m in scores.values()], masks, outcomes, draws)
     found = {}
     for row, (name, method) in zip(sample, scores.items(), strict=True):
-        found[name] = {"lds": as_list(metrics.interval(float(np.nanmean(metrics.lds(method.scores, masks, outcomes))), row))}
+        found[name] = {"lds": as_list(metrics.interval(float(metrics.mean(metrics.lds(method.scores, masks, outcomes))), row))}
     return found, about
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,9 +90,17 @@ def resamples(n: int, count: int, seed: int = 0) -> NDArray[np.int64]:
     return np.random.default_rng([seed, n]).integers(0, n, (count, n))
 
 
+def mean(values: Floats, axis: int | None = None) -> Any:
+    """Mean without the NaN; NaN where nothing else is left."""
+    defined = ~np.isnan(values)
+    count = defined.sum(axis=axis)
+    total = np.where(defined, values, 0.0).sum(axis=axis)
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)[()]
+
+
 def bootstrap_mean(values: Floats, draws: NDArray[np.int64]) -> Floats:
     """(count,): means of values (n,) over the draws, NaN left out."""
-    return np.asarray(np.nanmean(values[draws], axis=1))
+    return np.asarray(mean(values[draws], axis=1))
 
 
 def bootstrap_lds(
@@ -104,19 +113,20 @@ def bootstrap_lds(
     for b, chosen in enumerate(draws):
         target = ranks(measured[:, chosen])
         for i, p in enumerate(predicted):
-            found[i, b] = np.nanmean(correlation(ranks(p[:, chosen]), target))
+            found[i, b] = mean(correlation(ranks(p[:, chosen]), target))
     return found
 
 
 def interval(value: float, sample: Floats) -> Interval:
     """The value with the 2.5 and 97.5 percentiles of its bootstrap sample."""
-    low, high = np.nanpercentile(sample, [2.5, 97.5])
+    defined = sample[~np.isnan(sample)]
+    low, high = np.percentile(defined, [2.5, 97.5]) if defined.size else (np.nan, np.nan)
     return Interval(float(value), float(low), float(high))
 
 
 def mean_interval(values: Floats, draws: NDArray[np.int64]) -> Interval:
     """Mean of values (n,) with an interval from resampling them."""
-    return interval(float(np.nanmean(values)), bootstrap_mean(values, draws))
+    return interval(float(mean(values)), bootstrap_mean(values, draws))
 
 
 def fact_ranks(scores: NDArray[np.floating], is_proof: Callable[[int, int], bool]) -> NDArray[np.int64]:

@@ -119,3 +119,10 @@ def test_fact_ranks() -> None:
     assert metrics.recall_at(first, 3) == 1.0
     assert metrics.reciprocal_rank(first) == pytest.approx((1 / 3 + 1) / 2)
     assert math.isnan(metrics.reciprocal_rank(np.zeros(2, np.int64)))
+
+
+def test_undefined_values_stay_out_of_means_without_a_warning() -> None:
+    values = np.array([[1.0, np.nan, 3.0], [np.nan, np.nan, np.nan]])
+    np.testing.assert_array_equal(metrics.mean(values, axis=1), [2.0, np.nan])
+    assert metrics.mean(values) == 2.0
+    assert math.isnan(metrics.interval(1.0, np.full(3, np.nan)).low)
