@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections import Counter
 from typing import Any
@@ -137,7 +138,7 @@ def test_an_error_of_the_engine_keeps_its_code(serve: Any, ask: Any, fake: Any) 
 
 def test_reload_under_load_mixes_no_generation(serve: Any, ask: Any, fake: Any) -> None:
     backends = [fake(generation=f"g{i}", rows=100 + i, seconds=0.005) for i in range(1, 6)]
-    for old, new in zip(backends, backends[1:], strict=False):
+    for old, new in itertools.pairwise(backends):
         old.next = new
 
     async def main() -> None:

@@ -1,0 +1,100 @@
+"""A real store of a tiny GPT-2, made once per session through the indexer, and ways to serve it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from indexer.index import index
+from indexer.settings import IndexSettings
+from service.client import InfluenceClient
+
+
+def write_rows(path: Path, texts: tuple[str, ...], numbers: range) -> Path:
+    """Numbered variations of the texts with an id, a kind and a year."""
+    rows = [{"id": f"row-{i}", "text": f"{texts[i % len(texts)]} ({i})", "kind": ("fact", "speech", "other")[i % 3], "year": 1900 + i} for i in numbers]
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return path
+
+
+@pytest.fixture(scope="session")
+def pristine_store(tmp_path_factory: pytest.TempPathFactory, tiny_model_folder: Path, texts: tuple[str, ...]) -> Path:
+    """120 rows at 32 bytes; not to be written to."""
+    folder = tmp_path_factory.mktemp("served")
+    data = write_rows(folder / "data.jsonl", texts, range(120))
+    settings = IndexSettings(model=str(tiny_model_folder), data=[str(data)], bytes_per_example=32, chat_fallback="roles", shard_rows=50)
+    index(folder / "store", settings)
+    return folder / "store"
+
+
+@pytest.fixture
+def own_store(pristine_store: Path, tmp_path: Path) -> Path:
+    """A copy that the test may change."""
+    return Path(shutil.copytree(pristine_store, tmp_path / "store"))
+
+
+@dataclass
+class Served:
+    """A server process: `url`, and `client()` to ask it."""
+
+    process: subprocess.Popen[str]
+    url: str
+    log: Path
+
+    def client(self, **options: object) -> InfluenceClient:
+        return InfluenceClient(self.url, **options)  # type: ignore[arg-type]
+
+    def stop(self, number: int = signal.SIGTERM, seconds: float = 20) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        return self.process.wait(seconds)
+
+    def rss(self) -> int:
+        """Resident bytes."""
+        pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+EOGP = [sys.executable, "-c", "from engine.cli import main; main()"]
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., Served]]:
+    """launch(store, "--flag", ...): `eogp serve` on a free port, ready to answer; ended with the test."""
+    running: list[Served] = []
+
+    def start(store: Path, *flags: str, port: int = 0, wait: float = 60) -> Served:
+        log = tmp_path / f"serve-{len(running)}.log"
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        with log.open("w") as err:
+            process = subprocess.Popen(
+                [*EOGP, "serve", str(store), "--port", str(port), *flags], stdout=subprocess.PIPE, stderr=err, text=True, env=environment
+            )
+        served = Served(process, "", log)
+        running.append(served)
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert "http://" in line, f"{line}{log.read_text()}"
+        served.url = "http://" + line.split("http://")[1].split()[0]
+        with served.client() as client:
+            deadline = time.monotonic() + wait
+            while not client.ready():
+                assert time.monotonic() < deadline and process.poll() is None, log.read_text()
+                time.sleep(0.05)
+        return served
+
+    yield start
+    for served in running:
+        served.stop(signal.SIGKILL)
+        if served.process.stdout is not None:
+            served.process.stdout.close()
