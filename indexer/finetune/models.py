@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -148,9 +149,9 @@ def add_adapters(model: Any, settings: FinetuneSettings, task: str) -> Any:
     """The model with LoRA adapters (peft) on its attention and MLP layers, all else frozen but a classification head. Raises SettingError naming a target that does not exist."""
     if find_spec("peft") is None:
         raise SettingError("method lora needs the package peft: pip install 'eogp[peft]'", field="method")
-    from peft import LoraConfig, TaskType, get_peft_model, prepare_model_for_kbit_training
+    from peft import get_peft_model, prepare_model_for_kbit_training
 
-    targets: list[str] | str = settings.lora_targets or block_linears(model)
+    targets: list[str] = settings.lora_targets or block_linears(model)
     names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     for target in settings.lora_targets:
         if target not in names:
@@ -158,16 +159,22 @@ def add_adapters(model: Any, settings: FinetuneSettings, task: str) -> Any:
     if settings.four_bit:
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=settings.gradient_checkpointing)
     torch.manual_seed(settings.seed)
-    return get_peft_model(
-        model,
-        LoraConfig(
-            task_type=TaskType.CAUSAL_LM if task == "causal-lm" else TaskType.SEQ_CLS,
-            r=settings.lora_rank,
-            lora_alpha=int(settings.lora_alpha) if settings.lora_alpha == int(settings.lora_alpha) else settings.lora_alpha,
-            lora_dropout=settings.lora_dropout,
-            target_modules=targets,
-            fan_in_fan_out=any(type(m).__name__ == "Conv1D" for m in model.modules()),
-        ),
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft reads attributes that transformers is about to rename
+        return get_peft_model(model, lora_config(settings, task, targets, model))
+
+
+def lora_config(settings: FinetuneSettings, task: str, targets: list[str], model: Any) -> Any:
+    """peft's LoraConfig. A classification head is trained whole and saved beside the adapters."""
+    from peft import LoraConfig, TaskType
+
+    return LoraConfig(
+        task_type=TaskType.CAUSAL_LM if task == "causal-lm" else TaskType.SEQ_CLS,
+        r=settings.lora_rank,
+        lora_alpha=int(settings.lora_alpha) if settings.lora_alpha == int(settings.lora_alpha) else settings.lora_alpha,
+        lora_dropout=settings.lora_dropout,
+        target_modules=targets,
+        fan_in_fan_out=any(type(m).__name__ == "Conv1D" for m in model.modules()),
     )
 
 

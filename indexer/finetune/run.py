@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState, TrainingArguments
 
 from engine.errors import DataError, LimitError, ModelError, SettingError
 from engine.example import Example
@@ -92,7 +92,7 @@ def finetune(out: Path, settings: FinetuneSettings) -> Finetuned:
     result = trainer.train(resume_from_checkpoint=str(resumed) if resumed else None)
     metrics = {"train_loss": result.training_loss}
     if held_out:
-        metrics |= trainer.evaluate()
+        metrics |= kept_metrics(trainer.state)
     if selection:
         selection.close()
     record |= {
@@ -276,6 +276,13 @@ def training_arguments(root: Path, settings: FinetuneSettings, loaded: LoadedMod
         dataloader_pin_memory=False,
         optim="adamw_torch",
     )
+
+
+def kept_metrics(state: TrainerState) -> dict[str, float]:
+    """The held-out metrics of the model that is kept: the best one's, as logged when it was evaluated."""
+    logged = [log for log in state.log_history if "eval_loss" in log]
+    best = [log for log in logged if log["step"] == state.best_global_step] or logged
+    return {k: v for k, v in best[-1].items() if k.startswith("eval_")} if best else {}
 
 
 def save(out: Path, model: Any, loaded: LoadedModel, settings: FinetuneSettings, record: dict[str, Any]) -> None:

@@ -47,6 +47,7 @@ class TokenSelection:
         self.keep = any(getattr(m, "gradient_checkpointing", False) for m in self.model.modules())
         self.offset = 0
         self.layers: int | None = None
+        self.attached = 0
         self._recording = False
         self._step: _Step | None = None
         name = f"token-selection-{next(_NUMBER)}"
@@ -58,7 +59,7 @@ class TokenSelection:
         """input_ids, attention_mask (B, T), right-padded; selected (B, K) int64 distinct positions; selected_mask (B, K) bool, off for fillers.
 
         Returns logits: (B, K, V) of the selected positions, or (B, C) from the mean of the selected states. With K = T this is the ordinary pass.
-        Call `release` after the backward pass.
+        With gradient checkpointing call `release` after the backward pass, which needs the keys and values once more.
         """
         self.release()
         if selected.shape[1] == input_ids.shape[1]:
@@ -100,10 +101,13 @@ class TokenSelection:
             return self.kernel(module, query, key, value, attention_mask, **kwargs)
         if self._recording:
             step.record(module, key, value, attention_mask)
+            self.attached = len(step.recorded)
             if len(step.recorded) == self.layers:
                 raise _StopError
             return self.kernel(module, query, key, value, attention_mask, **kwargs)
         key, value, rows = step.complete(module, key, value, kwargs.pop("is_causal", None))
+        if not step.recorded:
+            self.release()
         return self.kernel(module, query, key, value, rows, is_causal=False, **kwargs)
 
     @torch.no_grad()
@@ -130,8 +134,7 @@ class TokenSelection:
                 raise ModelError(problem)
             for self.offset in dict.fromkeys((0, (pad or 0) + 1)):  # RoBERTa's kin count positions from behind the pad id
                 found = self._selected_outputs(ids, mask, selected, torch.ones_like(selected, dtype=torch.bool))
-                assert self._step is not None
-                self.layers = self._step.attached
+                self.layers = self.attached
                 error = float((found - expected).abs().max() / expected.abs().max())
                 if error <= _TOLERANCE.get(expected.dtype, 1e-3):
                     break
@@ -159,14 +162,12 @@ class _Step:
         self.real = None if real is None else real[:, None, :, None]
         self.keep = keep
         self.recorded: dict[int, tuple[Tensor, Tensor, Tensor | None]] = {}
-        self.attached = 0
         self.rows: dict[int, Tensor | None] = {}
 
     def record(self, module: Any, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
         if id(module) in self.recorded:
             raise ModelError("it calls one attention module twice")
         self.recorded[id(module)] = (key, value, mask)
-        self.attached = len(self.recorded)
 
     def complete(self, module: Any, key: Tensor, value: Tensor, causal: bool | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """All keys and values (B, H_kv, T, D), the selected ones with gradient, and the mask's rows (B, 1, K, T) of the selected queries."""
