@@ -134,10 +134,9 @@ def _estimate(
             "lower --fit-memory or --batch-tokens",
             field="fit_memory",
         )
-    weights = sum({id(p): p.numel() * p.element_size() for p in loaded.model.parameters()}.values())
     few = {name for g in groups for name in g.on_candidates}
     return FitEstimate(
-        weights=weights,
+        weights=weight_bytes(loaded),
         batch=max(batch(g.modules) for g in groups),
         groups=tuple(groups),
         decomposition=decomposition_bytes(modules, itemsize),
@@ -173,6 +172,15 @@ def transient_bytes(loaded: LoadedModel, modules: Sequence[TrackedModule], token
     widest = max((m.d_in + m.d_out for m in modules), default=0)
     tile = TILE if loaded.device.type == "cpu" else 2 * CHUNK
     return itemsize * (2 * tokens * widest + tile)
+
+
+def weight_bytes(loaded: LoadedModel) -> int:
+    """Bytes of the model's parameters; of one without storage, as they would be in the precision that it is laid out for."""
+
+    def size(p: torch.nn.Parameter) -> int:
+        return p.numel() * (loaded.dtype.itemsize if p.is_meta and p.is_floating_point() else p.element_size())
+
+    return sum({id(p): size(p) for p in loaded.model.parameters()}.values())
 
 
 def free_memory(device: torch.device) -> int:
