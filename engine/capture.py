@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.attention import same_kernel
 from engine.errors import ModelError, NumericalError
 from engine.example import Batch
 from engine.experts import ExpertLinear
@@ -90,7 +91,7 @@ class Capture:
     def stream(self, batch: Batch, consume: Callable[[Captured], None], *, labels: Labels = "true", seed: int = 0, check: bool = False) -> LossStats:
         """As `run`, with a as the module got it: no 1 for the bias, and whatever the model left at padding (delta is 0 there)."""
         run = _Run(self.modules, batch, consume, check)
-        with _frozen(bare(self.loaded.model)), run.hooked(), torch.enable_grad():
+        with _frozen(bare(self.loaded.model)), run.hooked(), same_kernel(self.loaded.device), torch.enable_grad():
             stats = forward_backward(self.loaded, batch, labels, seed, run.start_backward)
         run.flush()
         return stats

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from engine.attention import choose_attention
 from engine.errors import ModelError
 from engine.experts import split_experts
 from engine.head import head_separates
@@ -62,7 +63,6 @@ def from_parts(
     *,
     source: str = "in memory",
     attribute_to: str = "adapters",
-    attention: str | None = None,
 ) -> LoadedModel:
     """Wrap a model that is already in memory. It is put into evaluation mode on `device` and its weights stop requiring gradients.
 
@@ -70,6 +70,10 @@ def from_parts(
     """
     inner = bare(model)
     config = inner.config.get_text_config() if hasattr(inner.config, "get_text_config") else inner.config
+    has_adapters = hasattr(model, "peft_config")
+    adapters_tracked = has_adapters and attribute_to == "adapters"
+    if has_adapters:
+        _check_adapters(model.peft_config, adapters_tracked, source)
     if not hasattr(model, "hf_device_map"):
         model.to(device)
     model.eval()
@@ -77,12 +81,12 @@ def from_parts(
     task: Task = "causal-lm" if _generates(inner) else "sequence-classification"
     if task == "sequence-classification" and inner.config.num_labels < 2:
         raise ModelError(f"{source}: the classification head has {inner.config.num_labels} output; attribution needs two classes or more")
+    attention = choose_attention(inner)
     split_experts(inner)
     pad = _pad_id(tokenizer, config)
     if task == "sequence-classification" and getattr(inner.config, "pad_token_id", None) is None:
         inner.config.pad_token_id = pad
     first = inner.get_input_embeddings().weight
-    has_adapters = hasattr(model, "peft_config")
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
@@ -94,10 +98,10 @@ def from_parts(
         pad_id=pad,
         vocab_size=int(first.shape[0]),
         fingerprint=fingerprint(model, tokenizer),
-        attention=attention or str(getattr(inner.config, "_attn_implementation", "eager")),
+        attention=attention,
         separable_head=task == "causal-lm" and head_separates(inner, first.device),
         has_adapters=has_adapters,
-        adapters_tracked=has_adapters and attribute_to == "adapters",
+        adapters_tracked=adapters_tracked,
     )
 
 
@@ -127,9 +131,8 @@ def load_model(settings: ModelSettings, *, source: str | None = None) -> LoadedM
     task = _task(settings, config)
     dtype = _wanted_dtype(settings, config, device)
     auto = AutoModelForCausalLM if task == "causal-lm" else classifier_class(config, AutoModelForSequenceClassification)
-    attention = _attention(config)
     try:
-        model = auto.from_pretrained(folder, dtype=dtype, attn_implementation=attention, **where)
+        model = auto.from_pretrained(folder, dtype=dtype, **where)
     except ImportError as e:
         raise ModelError(f"cannot load {name}: {_first_line(e)}", field="model") from e
     except Exception as e:
@@ -139,7 +142,7 @@ def load_model(settings: ModelSettings, *, source: str | None = None) -> LoadedM
     tokenizer = _tokenizer(settings, folder, where)
     if settings.adapters:
         model = _with_adapters(model, settings.adapters)
-    return from_parts(model, tokenizer, device, source=name, attribute_to=settings.attribute_to, attention=attention)
+    return from_parts(model, tokenizer, device, source=name, attribute_to=settings.attribute_to)
 
 
 def fingerprint(model: Any, tokenizer: Any) -> dict[str, Any]:
@@ -238,12 +241,6 @@ def _wanted_dtype(settings: ModelSettings, config: Any, device: torch.device) ->
     return stored if device.type != "cpu" and isinstance(stored, torch.dtype) else torch.float32
 
 
-def _attention(config: Any) -> str:
-    """SDPA, except where its kernels would drop a soft cap on the attention scores."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return "eager" if getattr(text, "attn_logit_softcapping", None) else "sdpa"
-
-
 def _forget_quantisation(model: Any) -> None:
     """A GGUF file is dequantised on loading; what is left of the quantiser would refuse saving."""
     for holder, name in ((model.config, "quantization_config"), (model, "hf_quantizer"), (model, "is_quantized"), (model, "quantization_method")):
@@ -270,6 +267,18 @@ def _with_adapters(model: Any, adapters: str) -> Any:
         return PeftModel.from_pretrained(model, adapters)
     except Exception as e:
         raise ModelError(f"cannot load adapters from {adapters}: {_first_line(e)}", field="adapters") from e
+
+
+def _check_adapters(configs: dict[str, Any], tracked: bool, source: str) -> None:
+    """Refuse adapters whose gradient is not that of linear layers, and prompts, which the base model alone does not see."""
+    for name, config in configs.items():
+        kind = str(getattr(config.peft_type, "value", config.peft_type))
+        if getattr(config, "is_prompt_learning", False):
+            raise ModelError(f"{source}: adapter {name!r} of kind {kind} prepends learned prompts, which cannot be attributed; use LoRA", field="adapters")
+        if tracked and kind != "LORA":
+            raise ModelError(f"{source}: adapters of kind {kind} (adapter {name!r}) are not linear layers; use LoRA, or --attribute-to base", field="adapters")
+        if tracked and getattr(config, "use_dora", False):
+            raise ModelError(f"{source}: adapter {name!r} is DoRA, whose magnitudes are not linear; use LoRA, or --attribute-to base", field="adapters")
 
 
 def _first_line(error: BaseException) -> str:
