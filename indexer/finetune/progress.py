@@ -1,58 +1,37 @@
-"""What a run says while it works: a line with rate and ETA on the terminal, and a loss curve in JSONL."""
+"""What a run says while it works: rate, ETA and loss through the reporter, and a loss curve in JSONL. A signal stops it behind a checkpoint."""
 
 from __future__ import annotations
 
 import json
-import sys
-import time
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-SECONDS_BETWEEN_LINES = 10.0
-
-
-def duration(seconds: float) -> str:
-    """'42s', '3m05s', '2h10m'."""
-    s = round(seconds)
-    if s < 60:
-        return f"{s}s"
-    return f"{s // 60}m{s % 60:02d}s" if s < 3600 else f"{s // 3600}h{s % 3600 // 60:02d}m"
+from indexer.interruption import StopRequest
+from indexer.reporter import Reporter, Stage
 
 
 class Progress(TrainerCallback):
-    """Prints epoch, step, loss, steps per second and time left, at most every ten seconds."""
+    """Moves the stage on by steps, with the last loss in its name, and says each evaluation. At a stop request it asks for a checkpoint and the end."""
 
-    def __init__(self, stream: IO[str] | None = None) -> None:
-        self.stream = stream or sys.stderr
-        self.loss = float("nan")
-        self.began = self.said = time.monotonic()
-        self.first = 0
+    def __init__(self, reporter: Reporter, stage: Stage, stop: StopRequest) -> None:
+        self.reporter, self.stage, self.stop = reporter, stage, stop
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.began = self.said = time.monotonic()
-        self.first = state.global_step
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.stage.reach(state.global_step, state.max_steps)
+        if self.stop.set:
+            control.should_save = control.should_training_stop = True
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         logs = logs or {}
-        self.loss = logs.get("loss", self.loss)
         if "eval_loss" in logs:
-            self._say(
-                state, " ".join(f"{k.removeprefix('eval_')} {v:.4f}" for k, v in logs.items() if k.startswith("eval_") and k != "eval_examples"), "held out: "
-            )
-        elif "loss" in logs and (state.global_step >= state.max_steps or time.monotonic() - self.said >= SECONDS_BETWEEN_LINES):
-            self._say(state, f"loss {self.loss:.4f}")
-
-    def _say(self, state: TrainerState, what: str, prefix: str = "") -> None:
-        self.said = time.monotonic()
-        rate = (state.global_step - self.first) / max(self.said - self.began, 1e-9)
-        left = duration((state.max_steps - state.global_step) / rate) if rate > 0 else "?"
-        print(
-            f"{prefix}epoch {state.epoch or 0:.2f} step {state.global_step}/{state.max_steps} {what} {rate:.2f} steps/s ETA {left}",
-            file=self.stream,
-            flush=True,
-        )
+            found = ", ".join(f"{k.removeprefix('eval_')} {v:.4f}" for k, v in logs.items() if k.startswith("eval_"))
+            self.reporter.say(f"held out   step {state.global_step:,}: {found}", step=state.global_step, **logs)
+        elif "loss" in logs:
+            self.reporter.event("loss", step=state.global_step, **logs)
+            if not self.reporter.log_json:
+                self.stage.name = f"train, epoch {state.epoch or 0:.1f}, loss {logs['loss']:.3f}"
 
 
 class LossCurve(TrainerCallback):

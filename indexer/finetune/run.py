@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,12 +12,12 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState, TrainingArguments
+from transformers import EarlyStoppingCallback, TrainerState, TrainingArguments
 
 from engine.errors import DataError, LimitError, ModelError, SettingError
 from engine.example import Example
 from engine.model import LoadedModel, from_parts
-from indexer.finetune.checkpoints import RECORD, check_record, checkpoints, write_json
+from indexer.finetune.checkpoints import RECORD, check_record, checkpoints, step_of, write_json
 from indexer.finetune.data import Collator, split
 from indexer.finetune.examples import Rows, check_classes, class_names, data_hash, read, report, tokenise
 from indexer.finetune.models import (
@@ -33,14 +32,17 @@ from indexer.finetune.models import (
     row_texts,
     train_tokenizer,
 )
+from indexer.finetune.plots import plot_curve
 from indexer.finetune.progress import LossCurve, Progress
 from indexer.finetune.selection import Selector
 from indexer.finetune.settings import FinetuneSettings, LoraMethods, SelectionMethods
 from indexer.finetune.token_selection import TokenSelection
 from indexer.finetune.trainer import FinetuneTrainer
+from indexer.interruption import InterruptedRunError, stop_on_signals
+from indexer.reporter import Reporter, clock
 
 RECORD_FORMAT = 1
-NOT_COMPARED = {"resume", "keep_checkpoints", "threads", "data"}  # threads and data are compared by what they amount to
+NOT_COMPARED = {"resume", "keep_checkpoints", "threads", "data", "log_json"}  # threads and data are compared by what they amount to
 
 
 @dataclass
@@ -51,9 +53,10 @@ class Finetuned:
     record: dict[str, Any]
 
 
-def finetune(out: Path, settings: FinetuneSettings) -> Finetuned:
+def finetune(out: Path, settings: FinetuneSettings, reporter: Reporter | None = None) -> Finetuned:
     """Train as the settings say and save into `out`. Raises engine.errors.* with one sentence for every mistake in data, model or settings."""
     began = time.monotonic()
+    reporter = reporter or Reporter(log_json=settings.log_json)
     check_settings(out, settings)
     transformers.utils.logging.disable_progress_bar()
     if settings.threads:
@@ -66,51 +69,69 @@ def finetune(out: Path, settings: FinetuneSettings) -> Finetuned:
         check_classes(train)
     root = out / "checkpoints"
     record = run_record(settings, loaded, train, held_out)
-    resumed = start(root, record, settings)
     counts = report(rows, examples)
-    say(f"{counts['examples']:,} examples ({counts['bad_rows']:,} bad rows skipped, {counts['truncated']:,} truncated), {len(held_out):,} held out of training")
-    for line in counts["first_bad_rows"][:5]:
-        say(f"  {line}")
+    reporter.say("\n".join(describe(counts, len(held_out), loaded, settings)), **counts)
     model = trainable(loaded, settings)
-    arguments = training_arguments(root, settings, loaded, len(train), bool(held_out))
-    selector = Selector(settings.selected_tokens, settings.seed) if settings.method in SelectionMethods else None
-    selection = TokenSelection(model) if selector else None
-    callbacks: list[TrainerCallback] = [Progress(), LossCurve(out / "loss.jsonl")]
-    if settings.patience:
-        callbacks.append(EarlyStoppingCallback(settings.patience))
-    trainer = FinetuneTrainer(
-        model,
-        arguments,
-        train,
-        held_out,
-        Collator(loaded.pad_id, selector),
-        keep=settings.keep_checkpoints,
-        callbacks=callbacks,
-        selection=selection,
-    )
-    trainer.remove_callback(transformers.PrinterCallback)
-    result = trainer.train(resume_from_checkpoint=str(resumed) if resumed else None)
-    metrics = {"train_loss": result.training_loss}
-    if held_out:
-        metrics |= kept_metrics(trainer.state)
+    selection = TokenSelection(model) if settings.method in SelectionMethods else None
+    resumed = start(root, record, settings, reporter)
+    trainer = make_trainer(model, loaded, selection, train, held_out, root, settings)
+    trainer.add_callback(LossCurve(out / "loss.jsonl"))
+    with reporter.stage("train", trainer.args.max_steps, "steps", step_of(resumed) if resumed else 0) as stage, stop_on_signals() as stop:
+        trainer.add_callback(Progress(reporter, stage, stop))
+        result = trainer.train(resume_from_checkpoint=str(resumed) if resumed else None)
+        if stop.set and trainer.state.global_step < trainer.args.max_steps:
+            raise InterruptedRunError(f"{out}: stopped after step {trainer.state.global_step:,}; run the same command with --resume to go on from there")
     if selection:
         selection.close()
     record |= {
         "steps": trainer.state.global_step,
         "epochs": trainer.state.epoch,
         "best_step": trainer.state.best_global_step,
-        "metrics": metrics,
+        "metrics": {"train_loss": result.training_loss, **(kept_metrics(trainer.state) if held_out else {})},
         "counts": counts,
         "seconds": round(time.monotonic() - began, 1),
     }
     save(out, model, loaded, settings, record)
     shutil.rmtree(root)
-    say(f"saved {out} after {record['steps']:,} steps in {record['seconds']:.0f} s")
+    plot_curve(out / "loss.jsonl", out / "loss.png")
+    reporter.say(f"saved      {out} after {record['steps']:,} steps, {clock(record['seconds'])}", **record["metrics"])
     return Finetuned(out, record)
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def describe(counts: dict[str, Any], held_out: int, loaded: LoadedModel, settings: FinetuneSettings) -> list[str]:
+    """What will be trained on what, for people."""
+    lines = [
+        f"data       {counts['examples']:,} examples, {counts['targets']:,} targets; {counts['bad_rows']:,} bad rows skipped, {counts['truncated']:,} truncated"
+    ]
+    lines += [f"           {line}" for line in counts["first_bad_rows"][:5]]
+    if held_out:
+        lines.append(f"held out   {held_out:,} examples")
+    parameters = sum(p.numel() for p in loaded.model.parameters())
+    return [*lines, f"model      {loaded.source}: {parameters:,} parameters, {loaded.task}, method {settings.method}, on {loaded.device}"]
+
+
+def make_trainer(
+    model: Any,
+    loaded: LoadedModel,
+    selection: TokenSelection | None,
+    train: Sequence[Example],
+    held_out: Sequence[Example],
+    root: Path,
+    settings: FinetuneSettings,
+) -> FinetuneTrainer:
+    selector = Selector(settings.selected_tokens, settings.seed) if selection else None
+    trainer = FinetuneTrainer(
+        model,
+        training_arguments(root, settings, loaded, len(train), bool(held_out)),
+        train,
+        held_out,
+        Collator(loaded.pad_id, selector),
+        keep=settings.keep_checkpoints,
+        callbacks=[EarlyStoppingCallback(settings.patience)] if settings.patience else [],
+        selection=selection,
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
 
 
 def check_settings(out: Path, settings: FinetuneSettings) -> None:
@@ -214,12 +235,12 @@ def _short(fingerprint: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def start(root: Path, record: dict[str, Any], settings: FinetuneSettings) -> Path | None:
+def start(root: Path, record: dict[str, Any], settings: FinetuneSettings, reporter: Reporter) -> Path | None:
     """Write the record of a new run, or check that of the resumed one; the checkpoint to continue from."""
     if settings.resume:
         check_record(root, record)
         whole = checkpoints(root)
-        say(f"resuming from {whole[-1].name}" if whole else "no whole checkpoint yet: starting from the beginning")
+        reporter.say(f"resuming from {whole[-1].name}" if whole else "no whole checkpoint yet: starting from the beginning")
         return whole[-1] if whole else None
     try:
         root.mkdir(parents=True, exist_ok=True)

@@ -64,6 +64,7 @@ class EvaluationSettings(Settings):
     patience: int = Field(0, ge=0, description="Stop after this many evaluations without improvement; 0 never stops early. The best model is kept.")
     save_every: int | None = Field(None, ge=1, description="Steps between checkpoints; default: once an epoch.")
     keep_checkpoints: int = Field(2, ge=1, description="Newest checkpoints kept while training runs; the best one is kept besides.")
+    log_json: bool = Field(False, description="Write progress as JSON lines on standard error instead of a display.")
     resume: bool = Field(False, description="Continue from the newest whole checkpoint in the output folder.")
 
 
