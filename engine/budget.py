@@ -6,9 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
+
 from engine.blocks import SCALE_BYTES, BlockKind, BlockLayout, blocks_of
 from engine.errors import SettingError
-from engine.projection import Method
+from engine.fit_projection import fit_projection
+from engine.pca import Coordinates
+from engine.projection import Method, Projection
 from engine.settings import SketchSettings
 from engine.signs import ScaleKind
 
@@ -44,6 +48,9 @@ class SketchPlan:
     rotate: bool
     scale: ScaleKind
     normalise: bool = False
+    directions: float | None = None
+    refine: int = 0
+    quantise: bool = False
     joint: bool = False
     explicit_k: bool = False
     why: list[str] = field(default_factory=list)
@@ -61,6 +68,24 @@ class SketchPlan:
         """Size of P in fp16; 0 for the SRHT."""
         return 0 if self.method == "srht" else _FP16 * sum(self.k[block] * self.m[name] for block, members in self.blocks.items() for name in members)
 
+    def fit(self, z: Coordinates, *, seed: int, device: torch.device | str = "cpu") -> Projection:
+        """Fit stage 2 as planned on z {module: (n, m_u) float32}; see `fit_projection`."""
+        return fit_projection(
+            z,
+            self.blocks,
+            self.k,
+            rotate=self.rotate,
+            scale=self.scale,
+            seed=seed,
+            explicit_k=self.explicit_k,
+            method=self.method,
+            normalise=self.normalise,
+            directions=self.directions,
+            refine=self.refine,
+            quantise=self.quantise,
+            device=device,
+        )
+
     def to_json(self) -> dict[str, Any]:
         """For the manifest; blocks by name and size only."""
         return {
@@ -71,6 +96,9 @@ class SketchPlan:
             "rotate": self.rotate,
             "scale": self.scale,
             "normalise": self.normalise,
+            "directions": self.directions,
+            "refine": self.refine,
+            "quantise": self.quantise,
             "joint": self.joint,
             "payload_bytes": self.payload_bytes,
             "projection_bytes": self.projection_bytes,

@@ -85,3 +85,9 @@ def random_rotation(k: int, rng: np.random.Generator) -> torch.Tensor:
     """(k, k) float64 orthogonal matrix, uniformly distributed (Haar): QR of a Gaussian with the signs of R's diagonal moved into Q."""
     q, r = torch.linalg.qr(torch.from_numpy(rng.standard_normal((k, k))))
     return q * torch.sign(r.diagonal())
+
+
+def random_frame(d: int, k: int, rng: np.random.Generator) -> torch.Tensor:
+    """(d, k) float64 tight frame, d <= k: F F^T = I, uniformly distributed."""
+    q, r = torch.linalg.qr(torch.from_numpy(rng.standard_normal((k, d))))
+    return (q * torch.sign(r.diagonal())).T.contiguous()

@@ -1,8 +1,11 @@
-"""Stage 2: block coordinates x = P^T z, by PCA (EOGP) or a subsampled randomised Hadamard transform (EOGP-R).
+"""Stage 2: block coordinates x = P^T z, by PCA (EOGP) or a subsampled randomised Hadamard transform (EOGP-R), and their signs.
 
-P is used as it is stored (fp16) on both sides, stored examples and queries. It is applied module by module, so that one slice is alive at a time:
+P is used as it is stored on both sides, stored examples and queries. It is applied module by module, so that one slice is alive at a time:
 
     x = projection.start((batch,)); projection.add(x, name, z) for every module; x = projection.finish(x)
+
+P of a block may be factored, P = V F: V the leading d principal directions, F (d, k) a random tight frame (F F^T = I) that spreads them over k bits.
+Dot products do not see F; the signs do: they are chosen together (engine/refine.py), so that k bits describe d < k directions more finely.
 """
 
 from __future__ import annotations
@@ -18,17 +21,18 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from engine.blocks import BlockLayout
-from engine.errors import SettingError, StoreError
-from engine.pca import Coordinates, Spectrum, gram, loading, random_rotation, spectrum, squared_norms
-from engine.signs import ScaleKind, block_scales, geometric_mean_scale
+from engine.errors import StoreError
+from engine.quantised import PER_BYTE, DenseMatrix, Matrix, QuantisedMatrix
+from engine.refine import refine_signs
+from engine.signs import ScaleKind, block_scales, encode
 from engine.srht import SRHT
 
 Method = Literal["pca", "srht"]
-MATRIX, HEADER, HADAMARD = "projection.npy", "projection.json", "srht.safetensors"
-_CONVERT = 1 << 24  # entries of P converted to float32 at a time
+MATRIX, HEADER, SMALL = "projection.npy", "projection.json", "projection.safetensors"
 
 
 @dataclass(slots=True)
@@ -37,7 +41,8 @@ class Projection:
 
     layout; block_modules {block: module names}; widths {module: m_u}; scale: how `encode` scales the bits; c (n_blocks,) float32; method;
     gain (n_blocks,): x of a block is gain * sum_u z_u P_u as stored (a power of two that keeps P's entries near 1, or 1/sqrt(k) for the SRHT);
-    matrices {module: (m_u, k_b) fp16 or float32} for PCA; hadamard: one SRHT per block otherwise; info: ranks, energies, notices of the fit.
+    directions (n_blocks,): d of each block, k where P is not factored; matrices {module: (m_u, d_b)} for PCA; frames: F (d_b, k_b) fp16 of each block, none
+    where P is not factored; refine: passes over the signs; hadamard: one SRHT per block otherwise; info: ranks, energies, notices of the fit.
     """
 
     layout: BlockLayout
@@ -47,13 +52,20 @@ class Projection:
     c: NDArray[np.float32]
     method: Method
     gain: NDArray[np.float32]
-    matrices: dict[str, torch.Tensor] = field(default_factory=dict)
+    directions: tuple[int, ...]
+    matrices: dict[str, Matrix] = field(default_factory=dict)
+    frames: list[torch.Tensor] = field(default_factory=list)
+    refine: int = 0
     hadamard: list[SRHT] = field(default_factory=list)
     info: dict[str, Any] = field(default_factory=dict)
     _place: dict[str, tuple[int, int]] = field(init=False, repr=False)
+    _starts: list[int] = field(init=False, repr=False)
+    _grams: list[NDArray[np.float32]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._place = {name: (b, i) for b, block in enumerate(self.layout.names) for i, name in enumerate(self.block_modules[block])}
+        self._starts = [0, *accumulate(self.directions)]
+        self._grams = []
 
     @property
     def modules(self) -> list[str]:
@@ -62,32 +74,33 @@ class Projection:
 
     @property
     def projection_bytes(self) -> int:
-        """Size of P as stored; 0 for the SRHT."""
-        return sum(p.numel() * p.element_size() for p in self.matrices.values())
+        """Size of P as stored, frames included; 0 for the SRHT."""
+        return sum(p.n_bytes for p in self.matrices.values()) + sum(f.numel() * f.element_size() for f in self.frames)
 
     def start(self, shape: Sequence[int], device: torch.device | str = "cpu") -> torch.Tensor:
-        """A zero accumulator (*shape, total_k) float32."""
-        return torch.zeros(*shape, self.layout.total_k, dtype=torch.float32, device=device)
+        """A zero accumulator (*shape, sum of directions) float32."""
+        return torch.zeros(*shape, self._starts[-1], dtype=torch.float32, device=device)
 
     def add(self, x: torch.Tensor, name: str, z: torch.Tensor) -> torch.Tensor:
         """Add module `name`'s coordinates z (*shape, m_u) to the accumulator x, in place."""
         block, index = self._place[name]
         if z.shape[-1] != self.widths[name]:
             raise ValueError(f"module {name} has {self.widths[name]} coordinates, got {z.shape[-1]}")
-        target = x[..., self.layout.slice(block)]
+        target = x[..., self._starts[block] : self._starts[block + 1]]
         z = z.to(x.device, torch.float32)
         if self.method == "srht":
             target += self.hadamard[block].contribution(index, z)
-            return x
-        p = self.matrices[name]
-        step = max(_CONVERT // p.shape[1], 1)
-        for start in range(0, p.shape[0], step):
-            target += z[..., start : start + step] @ p[start : start + step].to(x.device, torch.float32)
+        else:
+            self.matrices[name].apply(z, target)
         return x
 
     def finish(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply each block's gain, in place; x is then P^T z."""
-        return x.mul_(torch.from_numpy(self.gain[self.layout.block_of_coordinate]).to(x))
+        """(*shape, total_k) float32: the accumulator with each block's gain and frame applied, x = P^T z."""
+        scaled = x * torch.from_numpy(np.repeat(self.gain, self.directions)).to(x)
+        if not self.frames:
+            return scaled
+        parts = [scaled[..., self._starts[b] : self._starts[b + 1]] @ f.to(x.device, torch.float32) for b, f in enumerate(self.frames)]
+        return torch.cat(parts, dim=-1)
 
     def project(self, z: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """(B, total_k) float32 from {module: (B, m_u)}."""
@@ -101,27 +114,50 @@ class Projection:
         """(..., m_u) float32: the module's slice of P w for w (..., total_k), so that <z_u, back(w)> sums over modules to <P^T z, w>."""
         block, index = self._place[name]
         own = w[..., self.layout.slice(block)].to(torch.float32) * float(self.gain[block])
-        if self.method == "srht":
-            return self.hadamard[block].back(index, own)
-        return own @ self.matrices[name].to(own.device, torch.float32).T
+        if self.frames:
+            own = own @ self.frames[block].to(own.device, torch.float32).T
+        return self.hadamard[block].back(index, own) if self.method == "srht" else self.matrices[name].transposed(own)
+
+    def signs(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
+        """(N, total_k) float32 of +1 and -1 for coordinates x: their signs, refined inside each block's frame."""
+        signs = np.where(x >= 0, np.float32(1), np.float32(-1))
+        if self.frames and self.refine:
+            if not self._grams:
+                self._grams.extend((f.float().T @ f.float()).numpy() for f in (f.cpu() for f in self.frames))
+            for b, gram in enumerate(self._grams):
+                own = self.layout.slice(b)
+                signs[:, own] = refine_signs(np.ascontiguousarray(x[:, own]), gram, self.refine)
+        return signs
+
+    def encode(self, x: NDArray[np.float32]) -> tuple[NDArray[np.uint8], NDArray[np.float16]]:
+        """(codes, scales) of coordinates x (N, total_k), as a store keeps them."""
+        return encode(x, self.layout, self.c, self.scale, self.signs(x))
+
+    def scales(self, x: NDArray[np.float32]) -> NDArray[np.float64]:
+        """(N, n_blocks) float64 scales of coordinates x, not yet divided by c."""
+        return block_scales(x, self.layout, self.scale, self.signs(x))
 
     def save(self, folder: Path) -> None:
-        """Write projection.json and projection.npy (PCA: one flat array, mapped when read) or srht.safetensors (signs and rows)."""
+        """Write projection.json, projection.npy (PCA: one flat array, mapped when read) and projection.safetensors (what else there is)."""
         folder.mkdir(parents=True, exist_ok=True)
-        if self.method == "pca":
-            first = next(iter(self.matrices.values()))
-            kind = np.float16 if first.dtype == torch.float16 else np.float32
-            flat = np.lib.format.open_memmap(folder / MATRIX, mode="w+", dtype=kind, shape=(sum(p.numel() for p in self.matrices.values()),))
-            start = 0
-            for name in self.modules:
-                p = self.matrices[name]
-                flat[start : start + p.numel()] = p.reshape(-1).cpu().numpy()
-                start += p.numel()
-            flat.flush()
+        small: dict[str, NDArray[Any]] = {f"frame.{b}": f.cpu().numpy() for b, f in enumerate(self.frames)}
+        small |= {f"rows.{b}": h.rows for b, h in enumerate(self.hadamard)}
+        stored = "none"
+        if self.method == "srht":
+            small |= {f"signs.{name}": np.packbits(self.hadamard[b].signs[i] > 0, bitorder="little") for name, (b, i) in self._place.items()}
         else:
-            tensors: dict[str, NDArray[Any]] = {f"rows.{b}": h.rows for b, h in enumerate(self.hadamard)}
-            tensors |= {f"signs.{name}": np.packbits(self.hadamard[b].signs[i] > 0, bitorder="little") for name, (b, i) in self._place.items()}
-            save_file(tensors, folder / HADAMARD)
+            matrices = [self.matrices[name] for name in self.modules]
+            tensors = [p.codes if isinstance(p, QuantisedMatrix) else p.entries for p in matrices]
+            small |= {f"scales.{name}": p.scales.numpy() for name, p in self.matrices.items() if isinstance(p, QuantisedMatrix)}
+            stored = str(tensors[0].numpy().dtype)
+            flat = np.lib.format.open_memmap(folder / MATRIX, mode="w+", dtype=tensors[0].numpy().dtype, shape=(sum(t.numel() for t in tensors),))
+            start = 0
+            for tensor in tensors:
+                flat[start : start + tensor.numel()] = tensor.reshape(-1).cpu().numpy()
+                start += tensor.numel()
+            flat.flush()
+        if small:
+            save_file(small, folder / SMALL)
         header = {
             "layout": self.layout.to_json(),
             "block_modules": self.block_modules,
@@ -130,6 +166,9 @@ class Projection:
             "c": [float(v) for v in self.c],
             "method": self.method,
             "gain": [float(v) for v in self.gain],
+            "directions": list(self.directions),
+            "refine": self.refine,
+            "stored": stored,
             "info": self.info,
         }
         (folder / HEADER).write_text(json.dumps(header, indent=1), encoding="utf-8")
@@ -147,141 +186,37 @@ class Projection:
                 np.array(header["c"], np.float32),
                 header["method"],
                 np.array(header["gain"], np.float32),
+                tuple(header["directions"]),
+                refine=header["refine"],
                 info=header["info"],
             )
-            found._read(folder, torch.device(device))
-        except (OSError, ValueError, KeyError) as e:
+            small = load_file(folder / SMALL) if (folder / SMALL).exists() else {}
+            found.frames = [torch.from_numpy(small[f"frame.{b}"]) for b in range(found.layout.n_blocks) if f"frame.{b}" in small]
+            if found.method == "srht":
+                found._read_hadamard(small)
+            else:
+                found._read_matrices(folder, small, torch.device(device), quantised=header["stored"] == "uint8")
+        except (OSError, ValueError, KeyError, SafetensorError) as e:
             raise StoreError(f"the projection in {folder} cannot be read: {e}; restore the store from a copy or index again") from None
         return found
 
-    def _read(self, folder: Path, device: torch.device) -> None:
-        if self.method == "srht":
-            tensors = load_file(folder / HADAMARD)
-            for b, block in enumerate(self.layout.names):
-                widths = [self.widths[name] for name in self.block_modules[block]]
-                packed = [tensors[f"signs.{name}"] for name in self.block_modules[block]]
-                signs = [2 * np.unpackbits(bits, count=w, bitorder="little").astype(np.float32) - 1 for bits, w in zip(packed, widths, strict=True)]
-                self.hadamard.append(SRHT(widths, tensors[f"rows.{b}"], signs))
-            return
+    def _read_hadamard(self, small: Mapping[str, NDArray[Any]]) -> None:
+        for b, block in enumerate(self.layout.names):
+            widths = [self.widths[name] for name in self.block_modules[block]]
+            packed = [small[f"signs.{name}"] for name in self.block_modules[block]]
+            signs = [2 * np.unpackbits(bits, count=w, bitorder="little").astype(np.float32) - 1 for bits, w in zip(packed, widths, strict=True)]
+            self.hadamard.append(SRHT(widths, small[f"rows.{b}"], signs))
+
+    def _read_matrices(self, folder: Path, small: Mapping[str, NDArray[Any]], device: torch.device, *, quantised: bool) -> None:
         flat = np.load(folder / MATRIX, mmap_mode="r")
-        shapes = {name: (self.widths[name], self.layout.k[b]) for name, (b, _) in self._place.items()}
-        ends = list(accumulate(rows * columns for rows, columns in shapes.values()))
+        columns = {name: self.directions[b] for name, (b, _) in self._place.items()}
+        shapes = {name: (self.widths[name], -(-columns[name] // PER_BYTE) if quantised else columns[name]) for name in self._place}
+        ends = list(accumulate(rows * width for rows, width in shapes.values()))
         if flat.size != ends[-1]:
             raise ValueError(f"{MATRIX} has {flat.size} entries, the layout needs {ends[-1]}")
         for (name, shape), end in zip(shapes.items(), ends, strict=True):
             with warnings.catch_warnings():  # the mapping is read-only on purpose: several processes share it
                 warnings.simplefilter("ignore", UserWarning)
-                p = torch.from_numpy(flat[end - shape[0] * shape[1] : end].reshape(shape))
-            self.matrices[name] = p if device.type == "cpu" else p.to(device)
-
-
-def fit_projection(
-    z: Coordinates,
-    blocks: Mapping[str, Sequence[str]],
-    k: int | Mapping[str, int],
-    *,
-    rotate: bool = True,
-    scale: ScaleKind = "unbiased",
-    seed: int = 0,
-    explicit_k: bool = False,
-    method: Method = "pca",
-    normalise: bool = False,
-    dtype: torch.dtype = torch.float16,
-    device: torch.device | str = "cpu",
-) -> Projection:
-    """Fit every block's projection on z {module: (n, m_u) float32, may be memory-mapped}.
-
-    k: bits of each block, one number or one per block. A k above the block's rank is reduced with a notice in `info["notices"]`, or refused with
-    SettingError naming the rank when `explicit_k`. normalise: PCA of z / ||z||, so that examples with long gradients do not own the span.
-    dtype: of P as stored. The fit holds one n x n float64 Gram matrix, one module's slice and P.
-    """
-    wanted = {block: k if isinstance(k, int) else k[block] for block in blocks}
-    names = [name for members in blocks.values() for name in members]
-    n = z[names[0]].shape[0]
-    if n < 1:
-        raise SettingError("the projection needs at least one fitting example")
-    norms = squared_norms(z, names)
-    weights = None
-    if normalise:
-        weights = np.divide(1.0, np.sqrt(norms), out=np.zeros_like(norms), where=norms > 0)
-    fit = _Fit(n, explicit_k)
-    matrices: dict[str, torch.Tensor] = {}
-    hadamard: list[SRHT] = []
-    gains: list[float] = []
-    for b, (block, members) in enumerate(blocks.items()):
-        rng = np.random.default_rng([seed, b])
-        widths = [z[name].shape[1] for name in members]
-        if method == "srht":
-            bits = fit.bits(block, wanted[block], sum(widths), "coordinates")
-            hadamard.append(SRHT.draw(widths, bits, rng))
-            gains.append(hadamard[-1].gain)
-            continue
-        matrix = gram(z, members, device)
-        if weights is not None:
-            w = torch.from_numpy(weights).to(matrix.device)
-            matrix.mul_(w[:, None]).mul_(w)
-        found = spectrum(matrix)
-        del matrix
-        bits = fit.bits(block, wanted[block], found.rank, f"independent gradients among its {n} fitting examples")
-        fit.energy(block, found, bits)
-        gain = 2.0 ** -round(np.log2(sum(widths)) / 2)
-        gains.append(gain)
-        if found.rank == 0:
-            matrices |= {name: torch.zeros(z[name].shape[1], bits, dtype=dtype) for name in members}
-            continue
-        left = loading(found, bits, random_rotation(bits, rng) if rotate else None, weights) / gain
-        for name in members:
-            p = torch.from_numpy(z[name].astype(np.float64)).to(left.device).T @ left
-            matrices[name] = p.to("cpu", dtype)
-    layout = BlockLayout(tuple(blocks), tuple(fit.k))
-    info: dict[str, Any] = {"n_fit": n, "rotate": rotate and method == "pca", "normalise": normalise, "seed": seed, **fit.info}
-    projection = Projection(
-        layout,
-        {block: list(members) for block, members in blocks.items()},
-        {name: z[name].shape[1] for name in names},
-        scale,
-        np.ones(layout.n_blocks, np.float32),
-        method,
-        np.array(gains, np.float32),
-        matrices,
-        hadamard,
-        info,
-    )
-    projection.c = geometric_mean_scale(block_scales(project_rows(projection, z), layout, scale))
-    return projection
-
-
-def project_rows(projection: Projection, z: Coordinates, rows: int = 1024) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """(n, total_k) float32: the block coordinates of spilled stage-1 coordinates, one module slice of `rows` examples at a time."""
-    n = z[projection.modules[0]].shape[0]
-    x = projection.start((n,))
-    for name in projection.modules:
-        for start in range(0, n, rows):
-            projection.add(x[start : start + rows], name, torch.from_numpy(np.array(z[name][start : start + rows], np.float32)))
-    return projection.finish(x).numpy()
-
-
-class _Fit:
-    """Bits, ranks, energies and notices, block by block."""
-
-    def __init__(self, n: int, explicit: bool) -> None:
-        self.n = n
-        self.explicit = explicit
-        self.k: list[int] = []
-        self.info: dict[str, Any] = {"rank": {}, "energy_kept": {}, "notices": []}
-
-    def bits(self, block: str, wanted: int, limit: int, of: str) -> int:
-        """k of one block, at most `limit`; a block without any energy keeps one bit, which is never set by data."""
-        self.info["rank"][block] = limit
-        if wanted > limit and self.explicit:
-            raise SettingError(
-                f"block {block} has only {limit} {of}, so k = {wanted} is too large; use --k {max(limit, 1)} or less, or more fitting examples", field="k"
-            )
-        if wanted > limit:
-            self.info["notices"].append(f"block {block}: k reduced from {wanted} to {max(limit, 1)}, as it has {limit} {of}")
-        self.k.append(max(min(wanted, limit), 1))
-        return self.k[-1]
-
-    def energy(self, block: str, found: Spectrum, bits: int) -> None:
-        kept = float(np.square(found.singular[:bits]).sum())
-        self.info["energy_kept"][block] = kept / found.energy if found.energy > 0 else 0.0
+                stored = torch.from_numpy(flat[end - shape[0] * shape[1] : end].reshape(shape))
+            stored = stored if device.type == "cpu" else stored.to(device)
+            self.matrices[name] = QuantisedMatrix(stored, torch.from_numpy(small[f"scales.{name}"]), columns[name]) if quantised else DenseMatrix(stored)

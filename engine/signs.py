@@ -40,38 +40,40 @@ class Sketch:
         return cls(*(np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(cls)))
 
 
-def block_scales(x: NDArray[Any], layout: BlockLayout, kind: ScaleKind) -> NDArray[np.float64]:
-    """Scales s (N, n_blocks) float64 of coordinates x (N, total_k).
+def block_scales(x: NDArray[Any], layout: BlockLayout, kind: ScaleKind, signs: NDArray[np.float32] | None = None) -> NDArray[np.float64]:
+    """Scales s (N, n_blocks) float64 of coordinates x (N, total_k) with bits `signs` (N, total_k), sign(x) where None.
 
-    "l1": s = ||x||_1 / k, equation (13). "unbiased": s = ||x||_2^2 / ||x||_1, for rotated blocks, where <s b, x> = ||x||^2 exactly.
-    A block that is all zero has s = 0.
+    "l1": s = <b, x> / k, which is ||x||_1 / k of equation (13) for b = sign(x). "unbiased": s = ||x||_2^2 / <b, x>, for rotated blocks, where
+    <s b, x> = ||x||^2 exactly. A block that is all zero has s = 0.
     """
     x = np.asarray(x, np.float64)
     starts = np.asarray(layout.offsets[:-1])
-    l1 = np.add.reduceat(np.abs(x), starts, axis=1)
+    fit = np.add.reduceat(np.abs(x) if signs is None else x * signs, starts, axis=1)
     if kind == "l1":
-        return np.asarray(l1 / np.asarray(layout.k))
-    return np.asarray(np.divide(np.add.reduceat(np.square(x), starts, axis=1), l1, out=np.zeros_like(l1), where=l1 > 0))
+        return np.asarray(fit / np.asarray(layout.k))
+    return np.asarray(np.divide(np.add.reduceat(np.square(x), starts, axis=1), fit, out=np.zeros_like(fit), where=fit > 0))
 
 
 def pack_signs(x: NDArray[Any], layout: BlockLayout) -> NDArray[np.uint8]:
-    """Codes (N, code_bytes) uint8 of coordinates x (N, total_k): bit 1 where x >= 0, so sign(0) = +1; padding bits are 0."""
+    """Codes (N, code_bytes) uint8 of coordinates or signs x (N, total_k): bit 1 where x >= 0, so sign(0) = +1; padding bits are 0."""
     bits = np.zeros((x.shape[0], 8 * layout.code_bytes), np.bool_)
     bits[:, layout.bit_columns] = np.asarray(x) >= 0
     return np.packbits(bits, axis=1, bitorder="little")
 
 
-def encode(x: NDArray[Any], layout: BlockLayout, c: NDArray[np.float32], scale: ScaleKind) -> tuple[NDArray[np.uint8], NDArray[np.float16]]:
-    """(codes, scales) of coordinates x (N, total_k) float.
+def encode(
+    x: NDArray[Any], layout: BlockLayout, c: NDArray[np.float32], scale: ScaleKind, signs: NDArray[np.float32] | None = None
+) -> tuple[NDArray[np.uint8], NDArray[np.float16]]:
+    """(codes, scales) of coordinates x (N, total_k) float; signs: bits chosen otherwise than by sign(x).
 
     Scales are stored relative to the block's c (n_blocks,), clamped to the normal range of fp16; 0 only for a block that is all zero.
     """
     if x.ndim != 2 or x.shape[1] != layout.total_k:
         raise ValueError(f"coordinates have shape {x.shape}, the layout needs (N, {layout.total_k})")
-    s = block_scales(x, layout, scale)
+    s = block_scales(x, layout, scale, signs)
     zero = np.maximum.reduceat(np.abs(x), np.asarray(layout.offsets[:-1]), axis=1) == 0
     stored = np.where(zero, 0.0, np.clip(s / np.asarray(c, np.float64), SCALE_MIN, SCALE_MAX))
-    return pack_signs(x, layout), stored.astype(np.float16)
+    return pack_signs(x if signs is None else signs, layout), stored.astype(np.float16)
 
 
 def decode_signs(codes: NDArray[np.uint8], layout: BlockLayout) -> NDArray[np.int8]:

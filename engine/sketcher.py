@@ -17,7 +17,7 @@ from engine.coordinates import CoordinateMap
 from engine.example import Batch, Example, collate, plan_batches
 from engine.model import LoadedModel
 from engine.projection import Projection
-from engine.signs import FLAG_NO_TARGET, FLAG_NONFINITE, FLAG_ZERO, Sketch, encode
+from engine.signs import FLAG_NO_TARGET, FLAG_NONFINITE, FLAG_ZERO, Sketch
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Sketcher:
     def sketch(self, examples: Sequence[Example], rows: Sequence[int], progress: Callable[[int], None] | None = None) -> Sketch:
         """One-bit sketches of training examples, in the order given. `rows`: store-wide row numbers; `progress` is told the examples of each batch."""
         found = self._run(examples, rows, progress)
-        codes, scales = encode(found.y, self.projection.layout, self.projection.c, self.projection.scale)
+        codes, scales = self.projection.encode(found.y)
         bad = found.flags != 0
         codes[bad], scales[bad] = 0, 0
         return Sketch(codes, scales, np.where(bad, 0, found.z_norm_sq).astype(np.float32), found.loss, found.n_tokens, found.flags)

@@ -10,8 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from engine.errors import NumericalError, SettingError, StoreError
+from engine.fit_projection import fit_projection, project_rows
 from engine.pca import gram, random_rotation, spectrum
-from engine.projection import HEADER, MATRIX, Projection, fit_projection, project_rows
+from engine.projection import HEADER, MATRIX, Projection
 from engine.signs import block_scales, decode, encode
 
 WIDTHS = {"a": 30, "b": 7, "c": 45}
@@ -45,7 +46,7 @@ def test_pca_spans_what_a_float64_svd_spans(kind: str, rotate: bool, normalise: 
     for b, (block, names) in enumerate(blocks.items()):
         data = flat(z, names) / (norms if normalise else 1)
         right = np.linalg.svd(data, full_matrices=False)[2][: k[block]].T
-        p = np.concatenate([projection.matrices[name].numpy().astype(np.float64) for name in names]) * projection.gain[b]
+        p = np.concatenate([projection.matrices[name].entries.numpy().astype(np.float64) for name in names]) * projection.gain[b]
         np.testing.assert_allclose(p.T @ p, np.eye(k[block]), atol=2e-6)
         np.testing.assert_allclose(p @ p.T, right @ right.T, atol=5e-6)
         if not rotate:
@@ -77,7 +78,7 @@ def test_column_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     z = coordinates(20)
     before, projected = gram(z, list(WIDTHS)), fit_projection(z, BLOCKS["model"], 8)
     monkeypatch.setattr("engine.pca._CHUNK_BYTES", 8 * 20 * 3)
-    monkeypatch.setattr("engine.projection._CONVERT", 16)
+    monkeypatch.setattr("engine.quantised._CONVERT", 16)
     np.testing.assert_allclose(gram(z, list(WIDTHS)), before, rtol=1e-13, atol=1e-13)
     again = fit_projection(z, BLOCKS["model"], 8)
     np.testing.assert_allclose(again.project(tensors(z)), projected.project(tensors(z)), rtol=1e-4, atol=1e-5)

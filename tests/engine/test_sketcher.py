@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from engine.blocks import blocks_of
 from engine.coordinates import CoordinateMap
 from engine.example import Example
+from engine.fit_projection import fit_projection
 from engine.model import LoadedModel, from_parts
 from engine.modules import track
-from engine.projection import Projection, fit_projection
+from engine.projection import Projection
 from engine.selection import select_coordinates
 from engine.signs import FLAG_NO_TARGET, FLAG_NONFINITE, FLAG_OK, decode
 from engine.sketcher import Sketcher, spill_coordinates
@@ -174,7 +175,7 @@ def test_projection_and_coordinates_of_different_modules_are_refused(loaded: Loa
     sketcher = build(loaded, tmp_path, "module", m=20)
     p = sketcher.projection
     name = p.modules[0]
-    other = Projection(p.layout, {**p.block_modules, name: ["elsewhere"]}, p.widths, p.scale, p.c, p.method, p.gain, p.matrices)
+    other = Projection(p.layout, {**p.block_modules, name: ["elsewhere"]}, p.widths, p.scale, p.c, p.method, p.gain, p.directions, p.matrices)
     with pytest.raises(ValueError, match="disagree on module elsewhere"):
         Sketcher(loaded, sketcher.coordinates, other)
 

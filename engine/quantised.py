@@ -1,0 +1,106 @@
+"""P as it is stored: fp16 (or float32) entries, or two bits per entry and one scale per stage-1 coordinate.
+
+With two bits an entry's error is independent of the others' and is averaged over all coordinates of the block, so that a coarse P costs almost nothing,
+while at equal bytes eight times as many coordinates are kept as in fp16 (docs/sketch-design.md has the measurement).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+LEVELS = (-1.510, -0.4528, 0.4528, 1.510)  # of a standard normal entry, least squared error at two bits (Max 1960)
+THRESHOLD = 0.9816
+PER_BYTE = 4
+_CONVERT = 1 << 20  # entries expanded to float32 at a time: on a CPU the buffer stays in its cache
+_CONVERT_GPU = 1 << 26
+_TABLES: dict[torch.device, torch.Tensor] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class DenseMatrix:
+    """(m, d) fp16 or float32 entries."""
+
+    entries: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return int(self.entries.shape[0]), int(self.entries.shape[1])
+
+    @property
+    def n_bytes(self) -> int:
+        return self.entries.numel() * self.entries.element_size()
+
+    def apply(self, z: torch.Tensor, into: torch.Tensor) -> None:
+        """into (..., d) += z (..., m) @ matrix."""
+        for part in _parts(self.shape, z.device):
+            into += z[..., part] @ self.entries[part].to(z.device, torch.float32)
+
+    def transposed(self, v: torch.Tensor) -> torch.Tensor:
+        """(..., m) = v (..., d) @ matrix^T."""
+        return torch.cat([v @ self.entries[part].to(v.device, torch.float32).T for part in _parts(self.shape, v.device)], dim=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedMatrix:
+    """(m, d) matrix. codes (m, ceil(d / 4)) uint8: entry j in byte j // 4 at weight 4^(j % 4); scales (m,) float16; columns: d."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    columns: int
+
+    @classmethod
+    def quantise(cls, matrix: torch.Tensor) -> QuantisedMatrix:
+        """Nearest levels of each row relative to its root mean square; the scale makes <row, quantised row> = ||row||^2, so that no energy is lost."""
+        m, d = matrix.shape
+        rms = matrix.square().mean(dim=1, keepdim=True).sqrt()
+        relative = matrix / torch.where(rms > 0, rms, 1)
+        codes = (relative >= -THRESHOLD).to(torch.uint8) + (relative >= 0).to(torch.uint8) + (relative >= THRESHOLD).to(torch.uint8)
+        level = torch.tensor(LEVELS, dtype=matrix.dtype, device=matrix.device)[codes.long()]
+        product = (matrix * level).sum(1)
+        scales = matrix.square().sum(1) / torch.where(product > 0, product, 1)
+        padded = torch.nn.functional.pad(codes, (0, -d % PER_BYTE)).view(m, -1, PER_BYTE).to(torch.int32)
+        weights = torch.tensor([1, 4, 16, 64], dtype=torch.int32, device=matrix.device)
+        return cls((padded * weights).sum(-1).to("cpu", torch.uint8), scales.to("cpu", torch.float16), d)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return int(self.codes.shape[0]), self.columns
+
+    @property
+    def n_bytes(self) -> int:
+        return self.codes.numel() + self.scales.numel() * self.scales.element_size()
+
+    def apply(self, z: torch.Tensor, into: torch.Tensor) -> None:
+        """into (..., d) += z (..., m) @ matrix."""
+        z = z * self.scales.to(z.device, torch.float32)
+        for part in _parts(self.shape, z.device):
+            into += z[..., part] @ self._levels(part, z.device)
+
+    def transposed(self, v: torch.Tensor) -> torch.Tensor:
+        """(..., m) = v (..., d) @ matrix^T."""
+        return torch.cat([v @ self._levels(part, v.device).T for part in _parts(self.shape, v.device)], dim=-1) * self.scales.to(v.device, torch.float32)
+
+    def _levels(self, part: slice, device: torch.device) -> torch.Tensor:
+        """(rows, d) float32 levels, without the rows' scales."""
+        codes = self.codes[part].to(device)
+        return torch.index_select(_table(device), 0, codes.reshape(-1).to(torch.int32)).view(codes.shape[0], -1)[:, : self.columns]
+
+
+Matrix = DenseMatrix | QuantisedMatrix
+
+
+def _parts(shape: tuple[int, int], device: torch.device) -> Iterator[slice]:
+    step = max((_CONVERT if device.type == "cpu" else _CONVERT_GPU) // max(shape[1], 1), 1)
+    for start in range(0, shape[0], step):
+        yield slice(start, min(start + step, shape[0]))
+
+
+def _table(device: torch.device) -> torch.Tensor:
+    """(256, 4) float32: the levels that each byte stands for."""
+    if device not in _TABLES:
+        byte = torch.arange(256)[:, None] >> torch.tensor([0, 2, 4, 6])
+        _TABLES[device] = torch.tensor(LEVELS, dtype=torch.float32)[byte & 3].to(device)
+    return _TABLES[device]
