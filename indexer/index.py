@@ -25,7 +25,6 @@ from engine.errors import StoreError, UserError
 from engine.fit_curvature import fit_curvature
 from engine.model import LoadedModel, load_model
 from engine.modules import ModuleReport, track
-from engine.projection import fit_projection
 from engine.search import Searcher
 from engine.selection import select_coordinates
 from engine.sketcher import Sketcher, spill_coordinates
@@ -34,7 +33,7 @@ from engine.store.files import disk_errors, new_folder
 from engine.store.manifest import CURRENT, ModelEntry, SegmentEntry, SketchEntry, SourceEntry, current_generation, read_manifest
 from indexer.calibrate import candidate_recall, coverage_summary
 from indexer.interruption import StopRequest, stop_on_signals
-from indexer.job import Job, first_difference
+from indexer.job import WORK, Job, first_difference
 from indexer.plan import describe, estimate, measure_rate, require_disk
 from indexer.prepare import Prepared, prepare
 from indexer.report import count_flags, write_report
@@ -62,7 +61,7 @@ def index(store: Path, settings: IndexSettings, reporter: Reporter | None = None
     finished = _finished(store, identity)
     if finished is not None:
         reporter.say(f"{store}: already complete (generation {finished})")
-        return read_report(store, finished)
+        return complete_report(store, finished, reporter)
     fresh = not store.exists()
     try:
         with StoreWriter(store) as writer, stop_on_signals() as stop, disk_errors(store):
@@ -171,18 +170,7 @@ class Indexing:
 
             examples = prepared.examples(samples.pca)
             z = spill_coordinates(coordinates, examples, prepared.rows(samples.pca), self.job.coordinates, self.settings.batch_tokens, progress)
-            projection = fit_projection(
-                z,
-                plan.blocks,
-                plan.k,
-                rotate=plan.rotate,
-                scale=plan.scale,
-                seed=self.settings.seed,
-                explicit_k=plan.explicit_k,
-                method=plan.method,
-                normalise=plan.normalise,
-                device=self.loaded.device,
-            )
+            projection = plan.fit(z, seed=self.settings.seed, device=self.loaded.device)
             del z
             sketcher = Sketcher(self.loaded, coordinates, projection, batch_tokens=self.settings.batch_tokens)
             sketcher.save(folder)
@@ -319,6 +307,15 @@ def training_run(source: str) -> dict[str, Any] | None:
         return None
 
 
+def complete_report(store: Path, generation: str, reporter: Reporter) -> dict[str, Any]:
+    """The report of a run that committed; written now where it was killed before it could, and then its working folder goes."""
+    work = store / WORK
+    if not read_report(store, generation) and (work / "prepared").is_dir():
+        write_report(store, generation, Prepared(work / "prepared"), reporter, {})
+    shutil.rmtree(work, ignore_errors=True)
+    return read_report(store, generation)
+
+
 def read_report(store: Path, generation: str) -> dict[str, Any]:
     """The report of the run that made a generation; empty where it is gone."""
     path = store / "reports" / generation / "report.json"
@@ -355,5 +352,4 @@ def _finished(store: Path, identity: dict[str, Any]) -> str | None:
         raise StoreError(
             f"{store}: holds a store already, made with another {difference}; add rows with `eogp append`, or choose another folder", code="store-exists"
         )
-    shutil.rmtree(store / "work", ignore_errors=True)
     return generation
