@@ -1,4 +1,4 @@
-"""Our sketches of a task, from the kernels of benchmarks/frontier_kernels.py, with the engine's own spectrum, rotation, signs and scales."""
+"""Our sketches of a task, from the kernels of benchmarks/frontier_kernels.py (EOGP-R: from coordinates), with the engine's own spectrum, rotation, signs and scales."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Literal
 import numpy as np
 import torch
 from frontier_baselines import Row
+from frontier_gradients import Gradients
 from frontier_kernels import Kernels
 from numpy.typing import NDArray
 
 from engine.blocks import BlockKind, BlockLayout, blocks_of
+from engine.fit_projection import fit_projection, project_rows
 from engine.pca import random_rotation, spectrum
 from engine.signs import ScaleKind, block_scales, decode, encode, geometric_mean_scale
 
@@ -106,3 +108,26 @@ def spread_bits(singular: Sequence[NDArray[np.float64]], total: int) -> list[int
     every = np.sort(np.concatenate(singular))[::-1]
     level = every[min(total, every.size) - 1]
     return [int(min(max(8 * round(float((s >= level).sum()) / 8), 8), s.size)) for s in singular]
+
+
+def srht_rows(g: Gradients, c: float, width: int = 8192) -> dict[str, Row]:
+    """EOGP-R: a subsampled randomised Hadamard transform per module, or of the whole model, of the top `width` coordinates; no P to store."""
+    ks = {"module": (32, 128, 512, 2048), "model": (112, 496, 1008, 2032, 8176)}
+    names = [name for name, _ in g.modules]
+    z: dict[str, dict[str, Floats]] = {}
+    for name in names:
+        top = np.sort(np.argsort(-g.lam[name], kind="stable")[:width])
+        z[name] = {split: g.coordinates(split, name, c, top) for split in ("train", "query")}
+    found = {}
+    kinds: tuple[BlockKind, ...] = ("module", "model")
+    for kind in kinds:
+        for k in ks[kind]:
+            projection = fit_projection({n: z[n]["train"] for n in names}, blocks_of(g.modules, kind), k, method="srht", scale="unbiased")
+            x = {split: project_rows(projection, {n: z[n][split] for n in names}) for split in ("train", "query")}
+            layout = projection.layout
+            kept = decode(*encode(x["train"], layout, projection.c, projection.scale), layout, projection.c)
+            label = f"EOGP-R per {kind}, k={k}, m={width:,}"
+            found[f"{label}, 1 bit"] = Row(f"{label}, 1 bit", "EOGP-R", layout.payload_bytes, 0, one_bit=True, scores=(x["query"] @ kept.T).astype(np.float64))
+            full = x["train"].astype(np.float16).astype(np.float32)
+            found[f"{label}, fp16"] = Row(f"{label}, fp16", "EOGP-R", 2 * layout.total_k, 0, scores=(x["query"] @ full.T).astype(np.float64))
+    return found
