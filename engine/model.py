@@ -105,9 +105,10 @@ def from_parts(
     )
 
 
-def load_model(settings: ModelSettings, *, source: str | None = None) -> LoadedModel:
+def load_model(settings: ModelSettings, *, source: str | None = None, check_dtype: bool = True) -> LoadedModel:
     """Load a folder, hub id or GGUF file with its tokenizer and adapters.
 
+    check_dtype: compare the gradients of a 16-bit model with float32 (engine.dtype_check); off where a store records that this was done.
     Raises ModelError with one sentence: what could not be loaded and what to do.
     """
     name = source or settings.model
@@ -142,7 +143,12 @@ def load_model(settings: ModelSettings, *, source: str | None = None) -> LoadedM
     tokenizer = _tokenizer(settings, folder, where)
     if settings.adapters:
         model = _with_adapters(model, settings.adapters)
-    return from_parts(model, tokenizer, device, source=name, attribute_to=settings.attribute_to)
+    loaded = from_parts(model, tokenizer, device, source=name, attribute_to=settings.attribute_to)
+    if check_dtype:
+        from engine.dtype_check import settle_dtype  # which itself needs this module
+
+        loaded = settle_dtype(loaded, asked_for=settings.dtype != "auto")
+    return loaded
 
 
 def fingerprint(model: Any, tokenizer: Any) -> dict[str, Any]:
