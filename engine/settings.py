@@ -56,10 +56,12 @@ class Settings(BaseSettings):
         return (init_settings,)  # resolve() reads the environment, so that it can say where a value came from
 
     @classmethod
-    def resolve(cls: type[S], flags: dict[str, Any] | None = None, file: Path | None = None) -> S:
-        """Flags over environment over file over defaults. Raises SettingError naming the field and where it came from."""
+    def resolve(cls: type[S], flags: dict[str, Any] | None = None, file: Path | None = None, written: dict[str, Any] | None = None) -> S:
+        """Flags over environment over file over defaults; `written`: the file's settings where they are read already. Raises SettingError naming the field and
+        where it came from."""
         flags = {k: v for k, v in (flags or {}).items() if v is not None}
-        written = read_config(file) if file else {}
+        if written is None:
+            written = read_config(file) if file else {}
         unknown = sorted(set(written) - set(cls.model_fields))
         if unknown:
             raise SettingError(f"{file}: unknown setting {unknown[0]!r}; known are {', '.join(sorted(cls.model_fields))}", field=unknown[0])

@@ -1,4 +1,4 @@
-"""`eogp finetune`."""
+"""`eogp finetune` and `eogp run`."""
 
 from __future__ import annotations
 
@@ -20,3 +20,11 @@ def finetune(out: Annotated[Path, typer.Argument(help="Folder for the trained mo
     from indexer.finetune.run import finetune as run
 
     run(out, settings)
+
+
+@app.command("run")
+def run_both(config: Annotated[Path, typer.Argument(help="YAML or TOML file with out, store, and the sections finetune and index.")]) -> None:
+    """Fine-tune and index in one go. Run again, it goes on where it was interrupted."""
+    from indexer.finetune.both import run
+
+    run(config)

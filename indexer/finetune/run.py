@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,8 @@ def finetune(out: Path, settings: FinetuneSettings, reporter: Reporter | None = 
     train, held_out = held_out_split(examples, loaded, settings)
     if loaded.task == "sequence-classification":
         check_classes(train)
+    if settings.method in SelectionMethods:
+        check_selected(settings.selected_tokens, max(len(e) for e in train))
     root = out / "checkpoints"
     record = run_record(settings, loaded, train, held_out)
     counts = report(rows, examples)
@@ -78,7 +81,8 @@ def finetune(out: Path, settings: FinetuneSettings, reporter: Reporter | None = 
     trainer.add_callback(LossCurve(out / "loss.jsonl"))
     with reporter.stage("train", trainer.args.max_steps, "steps", step_of(resumed) if resumed else 0) as stage, stop_on_signals() as stop:
         trainer.add_callback(Progress(reporter, stage, stop))
-        result = trainer.train(resume_from_checkpoint=str(resumed) if resumed else None)
+        with quiet_transformers():
+            result = trainer.train(resume_from_checkpoint=str(resumed) if resumed else None)
         if stop.set and trainer.state.global_step < trainer.args.max_steps:
             raise InterruptedRunError(f"{out}: stopped after step {trainer.state.global_step:,}; run the same command with --resume to go on from there")
     if selection:
@@ -96,6 +100,17 @@ def finetune(out: Path, settings: FinetuneSettings, reporter: Reporter | None = 
     plot_curve(out / "loss.jsonl", out / "loss.png")
     reporter.say(f"saved      {out} after {record['steps']:,} steps, {clock(record['seconds'])}", **record["metrics"])
     return Finetuned(out, record)
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Errors only: loading a checkpoint of a model with tied weights would warn of a missing key."""
+    before = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers.utils.logging.set_verbosity(before)
 
 
 def describe(counts: dict[str, Any], held_out: int, loaded: LoadedModel, settings: FinetuneSettings) -> list[str]:
@@ -161,6 +176,15 @@ def check_settings(out: Path, settings: FinetuneSettings) -> None:
         raise SettingError(f"{out} holds a finished model: there is nothing to resume", field="resume")
     if not settings.resume and checkpoints(out / "checkpoints"):
         raise SettingError(f"{out} holds checkpoints of a stopped run; go on with --resume, or remove the folder", field="resume")
+
+
+def check_selected(k: float, longest: int) -> None:
+    """Raises SettingError for k above the longest example. In a shorter example than k, every position is selected."""
+    if k > longest:
+        raise SettingError(
+            f"selected_tokens {k:g} exceeds the longest training example, {longest:,} tokens: choose fewer, or use --method full or lora",
+            field="selected_tokens",
+        )
 
 
 def build_model(rows: Rows, settings: FinetuneSettings) -> LoadedModel:
