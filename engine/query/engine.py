@@ -73,7 +73,7 @@ class QueryEngine:
     def of(cls, store: Store, settings: ModelSettings | None = None, *, limits: Limits | None = None) -> QueryEngine:
         """As `open`, for a store that is open already."""
         settings = store.model_settings(settings)
-        loaded = load_model(settings)
+        loaded = load_model(settings, check_dtype=False)
         difference = fingerprint_mismatch(store.manifest.model.fingerprint, loaded.fingerprint)
         if difference:
             raise ModelError(f"{loaded.source} is not the model that {store.path} was built with: {difference}", field="model")
