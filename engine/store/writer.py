@@ -16,7 +16,7 @@ from engine.blocks import BlockLayout
 from engine.signs import Sketch
 from engine.store.files import TEMPORARY, disk_errors, fsync, new_folder, sha256_of, write_file
 from engine.store.lock import WriterLock
-from engine.store.manifest import CURRENT, DELETED, MANIFEST, MANIFEST_HASH, FileEntry, Manifest
+from engine.store.manifest import CURRENT, DELETED, MANIFEST, MANIFEST_HASH, FileEntry, Manifest, current_generation
 from engine.store.segment import SEGMENT_FILES, write_segment
 
 
@@ -71,9 +71,11 @@ class StoreWriter:
         return self.entries(f"segments/{segment_name(n)}/{file}" for n in numbers for file in SEGMENT_FILES)
 
     def commit(self, manifest: Manifest, deleted: NDArray[np.int64] | None = None) -> str:
-        """Publish a generation: its manifest with the tombstones (ascending positions), then CURRENT. Returns its name."""
-        numbers = [int(p.name) for p in (self.path / "generations").iterdir() if p.name.isdigit()]
-        name = f"{max(numbers, default=0) + 1:06d}"
+        """Publish a generation: its manifest with the tombstones (ascending positions), then CURRENT. Returns its name.
+
+        It is numbered after the live one, so that a commit repeated after an interruption makes the same store.
+        """
+        name = f"{int(current_generation(self.path)) + 1 if (self.path / CURRENT).is_file() else 1:06d}"
         folder = self.path / "generations" / name
         files = {n: e for n, e in manifest.files.items() if not n.startswith("generations/")}
         with disk_errors(self.path):
