@@ -22,7 +22,7 @@ from engine.model import LoadedModel
 from engine.modules import bare
 
 Labels = Literal["true", "sampled"]
-_CHUNK_BYTES = 32 * 10**6
+CHUNK_BYTES = 32 * 10**6
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def forward_backward(loaded: LoadedModel, batch: Batch, labels: Labels, seed: in
     chosen = hidden.detach()[b.to(hidden.device), t.to(hidden.device) - 1]
     targets = batch.labels[b, t].to(hidden.device)
     grads, losses = torch.empty_like(chosen), []
-    step = max(1, _CHUNK_BYTES // (4 * loaded.vocab_size))
+    step = max(1, CHUNK_BYTES // (4 * loaded.vocab_size))
     for start in range(0, len(chosen), step):
         part = slice(start, start + step)
         h = chosen[part].requires_grad_(head is not None)

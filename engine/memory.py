@@ -17,12 +17,13 @@ from engine.covariance import input_key, working_dtype
 from engine.errors import LimitError
 from engine.groups import CANDIDATES, Group, decomposition_bytes, factor_bytes, group_bytes, in_gb, plan_groups
 from engine.lambda_pass import CHUNK, TILE
+from engine.loss import CHUNK_BYTES
 from engine.model import LoadedModel
 from engine.modules import TrackedModule
 from engine.settings import FitSettings
 
 SHARE = 0.8  # of what is left free that a default budget takes
-HEAD_BYTES = 5 * 32 * 10**6  # one chunk of logits, its logarithm, exponential, cumulative sum and gradient
+HEAD_COPIES = 7  # of a chunk of logits: logarithm, exponential, cumulative sum, gradient, and what the head keeps
 RECOMPUTE_COST = 1.4  # of a pass that runs its layers twice, against one that does not
 ALLOCATOR = 50 * 10**6  # what the allocator keeps beside what is in use
 WIDEST = 3  # intermediate results that a layer's activation function leaves in the graph, each as wide as its widest layer
@@ -163,7 +164,8 @@ def activation_bytes(loaded: LoadedModel, above: Sequence[TrackedModule], tokens
     norms = 2 * 4 * hidden  # upcast to float32
     graphs = [size * (sum(outs) + WIDEST * max(outs)) + norms for outs in layers.values()]
     per_token = size * sum(inputs.values()) + (max(graphs, default=0) + size * hidden * len(layers) if recompute else sum(graphs))
-    return tokens * per_token + HEAD_BYTES + ALLOCATOR
+    chunk = max(min(CHUNK_BYTES, 4 * loaded.vocab_size * tokens), 4 * loaded.vocab_size)
+    return tokens * per_token + HEAD_COPIES * chunk + ALLOCATOR
 
 
 def transient_bytes(loaded: LoadedModel, modules: Sequence[TrackedModule], tokens: int) -> int:
