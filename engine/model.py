@@ -87,6 +87,9 @@ def from_parts(
     if task == "sequence-classification" and getattr(inner.config, "pad_token_id", None) is None:
         inner.config.pad_token_id = pad
     first = inner.get_input_embeddings().weight
+    notes = []
+    if tokenizer is not None and len(tokenizer) > first.shape[0]:
+        notes.append(f"the tokenizer has {len(tokenizer)} tokens and the model {first.shape[0]}: examples that use the others are refused by name")
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
@@ -102,6 +105,7 @@ def from_parts(
         separable_head=task == "causal-lm" and head_separates(inner, first.device),
         has_adapters=has_adapters,
         adapters_tracked=adapters_tracked,
+        notes=notes,
     )
 
 
@@ -256,12 +260,15 @@ def _forget_quantisation(model: Any) -> None:
 
 def _tokenizer(settings: ModelSettings, folder: str, where: dict[str, Any]) -> Any:
     own = settings.tokenizer
+    missing = f"cannot load a tokenizer from {own}" if own else f"no tokenizer beside the model in {folder}; name one with --tokenizer"
     try:
-        return AutoTokenizer.from_pretrained(own, trust_remote_code=settings.trust_remote_code) if own else AutoTokenizer.from_pretrained(folder, **where)
+        found = AutoTokenizer.from_pretrained(own, trust_remote_code=settings.trust_remote_code) if own else AutoTokenizer.from_pretrained(folder, **where)
+        empty = not found("a b", add_special_tokens=False)["input_ids"]  # some classes come up without a vocabulary where their files are missing
     except Exception as e:
-        if own:
-            raise ModelError(f"cannot load a tokenizer from {own}: {_first_line(e)}", field="tokenizer") from e
-        raise ModelError(f"no tokenizer beside the model in {folder}; name one with --tokenizer ({_first_line(e)})", field="tokenizer") from e
+        raise ModelError(f"{missing} ({_first_line(e)})", field="tokenizer") from e
+    if empty:
+        raise ModelError(f"{missing} (its vocabulary is empty)", field="tokenizer")
+    return found
 
 
 def _with_adapters(model: Any, adapters: str) -> Any:
