@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -277,7 +278,9 @@ def _with_adapters(model: Any, adapters: str) -> Any:
     except ImportError:
         raise ModelError("loading adapters needs the package peft: pip install 'eogp[peft]'", field="adapters") from None
     try:
-        return PeftModel.from_pretrained(model, adapters)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # peft reads attributes that transformers is about to rename
+            return PeftModel.from_pretrained(model, adapters)
     except Exception as e:
         raise ModelError(f"cannot load adapters from {adapters}: {_first_line(e)}", field="adapters") from e
 

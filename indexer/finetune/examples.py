@@ -27,13 +27,15 @@ class Rows:
 
 
 def read(settings: DataSettings) -> Rows:
-    """All rows. Raises DataError at the first bad one with --on-error fail."""
+    """All rows. Raises DataError at the first bad one with --on-error fail, or when every one is bad."""
     rows = Rows()
     for row in read_rows(settings):
         if isinstance(row, Row):
             rows.good.append(row)
         else:
             reject(rows.bad, row, settings)
+    if not rows.good:
+        raise nothing_usable(rows)
     return rows
 
 
@@ -56,9 +58,13 @@ def tokenise(rows: Rows, loaded: LoadedModel, settings: DataSettings) -> list[Ex
                 raise
             reject(rows.bad, BadRow(row.file, row.line, e.message), settings)
     if not examples:
-        first = f"; the first bad row: {rows.bad[0].file}:{rows.bad[0].line}: {rows.bad[0].reason}" if rows.bad else ""
-        raise DataError(f"the data has no usable row{first}", field="data")
+        raise nothing_usable(rows)
     return examples
+
+
+def nothing_usable(rows: Rows) -> DataError:
+    first = f"; the first bad row: {rows.bad[0].file}:{rows.bad[0].line}: {rows.bad[0].reason}" if rows.bad else ""
+    return DataError(f"the data has no usable row{first}", field="data")
 
 
 def class_names(rows: Sequence[Row], settings: DataSettings) -> list[str]:

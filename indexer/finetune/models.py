@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.utils import logging as transformers_logging
 
 from engine.data.reading import Row
@@ -88,6 +96,8 @@ def fresh_gpt2(settings: FinetuneSettings, tokenizer: PreTrainedTokenizerFast) -
 
 def load_causal(settings: FinetuneSettings) -> tuple[Any, PreTrainedTokenizerFast]:
     """A causal LM in float32 with its tokenizer, as `eogp index` loads it."""
+    if settings.four_bit:
+        return load_four_bit(settings)
     from engine.model import load_model
 
     fields = {name: getattr(settings, name) for name in ModelSettings.model_fields}
@@ -95,6 +105,19 @@ def load_causal(settings: FinetuneSettings) -> tuple[Any, PreTrainedTokenizerFas
     if loaded.tokenizer is None:
         raise ModelError(f"{settings.model}: no tokenizer beside the model; give one with --tokenizer", field="tokenizer")
     return loaded.model, loaded.tokenizer
+
+
+def load_four_bit(settings: FinetuneSettings) -> tuple[Any, PreTrainedTokenizerFast]:
+    """A causal LM with 4-bit weights on the GPU, and its tokenizer."""
+    assert settings.model is not None
+    tokenizer = load_tokenizer(settings.tokenizer or settings.model, trust_remote_code=settings.trust_remote_code)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            settings.model, device_map={"": torch.cuda.current_device()}, trust_remote_code=settings.trust_remote_code, **four_bit(settings)
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as e:
+        raise ModelError(f"{settings.model}: cannot be loaded in 4 bits: {first_line(e)}", field="model") from None
+    return model, tokenizer
 
 
 def load_classifier(settings: FinetuneSettings, names: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> Any:
@@ -114,7 +137,7 @@ def load_classifier(settings: FinetuneSettings, names: Sequence[str], tokenizer:
             config.pooling = MEAN
         transformers_logging.set_verbosity_error()  # a fresh head is what was asked for, no reason to warn
         return classifier_class(config, AutoModelForSequenceClassification).from_pretrained(
-            settings.model, config=config, dtype=torch.float32, ignore_mismatched_sizes=True, trust_remote_code=settings.trust_remote_code, **four_bit(settings)
+            settings.model, config=config, dtype=torch.float32, ignore_mismatched_sizes=True, trust_remote_code=settings.trust_remote_code
         )
     except (OSError, ValueError, KeyError) as e:
         raise ModelError(f"{settings.model}: cannot be loaded as a sequence classifier: {first_line(e)}", field="model") from None

@@ -199,6 +199,8 @@ def build_model(rows: Rows, settings: FinetuneSettings) -> LoadedModel:
     if classifies(settings):
         assert settings.model is not None
         tokenizer = load_tokenizer(settings.tokenizer or settings.model, trust_remote_code=settings.trust_remote_code)
+        if settings.method in LoraMethods and (settings.four_bit or not settings.merge):
+            raise SettingError("the head of a classifier is saved with the merged model: leave --no-merge and --four-bit off", field="merge")
         return from_parts(load_classifier(settings, class_names(rows.good, settings), tokenizer), tokenizer, device(settings), source=settings.model)
     model, tokenizer = load_causal(settings)
     return from_parts(model, tokenizer, device(settings), source=str(settings.model))
@@ -291,6 +293,7 @@ def training_arguments(root: Path, settings: FinetuneSettings, loaded: LoadedMod
     per_epoch = math.ceil(math.ceil(n_train / settings.batch_size) / settings.accumulate)
     total = max(1, int(per_epoch * settings.epochs + 0.5))
     save_every = settings.save_every or settings.eval_every
+    log_every = max(n for n in range(1, 11) if (save_every or per_epoch) % n == 0)  # a logged mean never spans a checkpoint, so that resuming changes no line
     return TrainingArguments(
         output_dir=str(root),
         max_steps=total,
@@ -313,7 +316,7 @@ def training_arguments(root: Path, settings: FinetuneSettings, loaded: LoadedMod
         load_best_model_at_end=evaluates,
         metric_for_best_model=None if not evaluates else "eval_loss" if loaded.task == "causal-lm" else "eval_accuracy",
         greater_is_better=None if not evaluates else loaded.task != "causal-lm",
-        logging_steps=max(1, min(10, per_epoch)),
+        logging_steps=log_every,
         logging_nan_inf_filter=False,
         disable_tqdm=True,
         report_to="none",
