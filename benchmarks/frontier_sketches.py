@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from engine.blocks import BlockKind, BlockLayout, blocks_of
 from engine.fit_projection import fit_projection, project_rows
-from engine.pca import random_rotation, spectrum
+from engine.pca import random_frame, random_rotation, spectrum
+from engine.refine import refine_signs
 from engine.signs import ScaleKind, block_scales, decode, encode, geometric_mean_scale
 
 DROP = 1e-3  # the kernels are sums of float32 products
@@ -25,7 +26,8 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Plan:
-    """One configuration. k: bits per block, or a total for `spread` by spectrum; width: a stage-1 width that the kernels hold."""
+    """One configuration. k: bits per block, or a total for `spread` by spectrum; width: a stage-1 width that the kernels hold; directions, refine: a frame of
+    k columns over directions * k principal directions, with so many passes over the signs (engine.projection)."""
 
     kind: BlockKind
     k: int
@@ -35,11 +37,14 @@ class Plan:
     normalise: bool = False
     spread: bool = False
     float16: bool = False
+    directions: float | None = None
+    refine: int = 0
 
     @property
     def label(self) -> str:
         m = "all" if self.width >= 1 << 29 else f"{self.width:,}"
         parts = [f"per {self.kind}", f"k={self.k}" + (" spread" if self.spread else ""), f"m={m}"]
+        parts += [f"frame of {self.directions:g} k directions, {self.refine} passes"] if self.directions else []
         parts += ["rotated"] * self.rotate + ["unbiased"] * (self.scale == "unbiased") + ["z/|z|"] * self.normalise + ["fp16" if self.float16 else "1 bit"]
         return "EOGP " + ", ".join(parts)
 
@@ -86,20 +91,30 @@ class Lab:
         """The row of one plan: scores (queries, training texts) by equation (14), bytes per example, bytes of P."""
         c = self.coordinates(plan.kind, plan.width, fit, plan.normalise)
         blocks = blocks_of(self.modules, plan.kind)
-        k = spread_bits(c.singular, plan.k) if plan.spread else [min(plan.k, s.size) for s in c.singular]
+        k = spread_bits(c.singular, plan.k) if plan.spread else [plan.k if plan.directions else min(plan.k, s.size) for s in c.singular]
         layout = BlockLayout(tuple(blocks), tuple(k))
-        parts = []
-        for b, (x, bits) in enumerate(zip(c.x, k, strict=True)):
-            own = x[:, :bits]
-            parts.append(own @ random_rotation(bits, np.random.default_rng([seed, b])).float().numpy() if plan.rotate else own)
+        train, query = self.kernels.rows("train"), self.kernels.rows("query")
+        parts, signs, entries = [], [], 0
+        for b, (x, bits, names) in enumerate(zip(c.x, k, blocks.values(), strict=True)):
+            rng = np.random.default_rng([seed, b])
+            d = bits if plan.directions is None else min(round(plan.directions * bits), x.shape[1])
+            own = x[:, :d]
+            if plan.directions is not None:
+                frame = random_frame(d, bits, rng).float().numpy()
+                own = np.ascontiguousarray(own @ frame)
+                signs.append(refine_signs(own[train], frame.T @ frame, plan.refine))
+            elif plan.rotate:
+                own = own @ random_rotation(bits, rng).float().numpy()
+            parts.append(own)
+            entries += sum(d * min(plan.width, self.sizes[name]) for name in names) + (d * bits if plan.directions else 0)
         x = np.concatenate(parts, axis=1)
-        stored, asked = x[self.kernels.rows("train")], x[self.kernels.rows("query")]
-        entries = sum(bits * min(plan.width, self.sizes[name]) for bits, names in zip(k, blocks.values(), strict=True) for name in names)
+        stored, asked = x[train], x[query]
         if plan.float16:
             kept = stored.astype(np.float16).astype(np.float32)
             return Row(plan.label, "EOGP", 2 * layout.total_k, 2 * entries, scores=(asked @ kept.T).astype(np.float64))
-        fitted = geometric_mean_scale(block_scales(x[self.kernels.rows(fit)], layout, plan.scale))
-        kept = decode(*encode(stored, layout, fitted, plan.scale), layout, fitted)
+        chosen = np.concatenate(signs, axis=1) if signs else None
+        fitted = geometric_mean_scale(block_scales(stored, layout, plan.scale, chosen))  # of the stored rows here; c only centres fp16's range
+        kept = decode(*encode(stored, layout, fitted, plan.scale, chosen), layout, fitted)
         return Row(plan.label, "EOGP", layout.payload_bytes, 2 * entries, one_bit=True, scores=(asked @ kept.T).astype(np.float64))
 
 
