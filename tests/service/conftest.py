@@ -159,7 +159,7 @@ def serve() -> Callable[..., Any]:
     return run
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def fake() -> type[FakeBackend]:
     return FakeBackend
 
