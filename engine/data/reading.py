@@ -8,10 +8,13 @@ import io
 import json
 import math
 import re
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
+
+import zstandard
 
 from engine.data.settings import DataSettings
 from engine.errors import DataError
@@ -97,7 +100,7 @@ def read_source(source: Source, settings: DataSettings) -> Iterator[Row | BadRow
     }
     try:
         yield from readers[source.format](source, settings)
-    except (OSError, EOFError) as e:
+    except (OSError, EOFError, zlib.error, zstandard.ZstdError) as e:
         raise DataError(f"{source.name}: cannot be read: {_first_line(e)}", field="data") from None
 
 
@@ -132,9 +135,7 @@ def _open(path: Path) -> IO[bytes]:
     if path.suffix.lower() == ".gz":
         return gzip.open(path, "rb")  # type: ignore[return-value]
     if path.suffix.lower() == ".zst":
-        import zstandard
-
-        return zstandard.open(path, "rb")
+        return io.BufferedReader(zstandard.open(path, "rb"))
     return path.open("rb")
 
 
