@@ -1,12 +1,13 @@
 """Stage 1: the selected coordinates of each example's half-whitened gradient in the eigenbasis.
 
-t = (Q_S^T G Q_A) / sqrt(Lambda + lambda), restricted to the selected positions o * d_in + i. G = sum_t delta_t a_t^T is never formed: activations and
-output gradients are rotated first, and only by the columns of Q_A and Q_S that the selection uses.
+t = (Q_S^T G Q_A) / sqrt(Lambda + lambda), restricted to the selected positions o * d_in + i. Only the columns of Q_A and Q_S that the selection
+uses are multiplied, and the order of multiplications follows the shapes (engine.rotated).
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +25,11 @@ from engine.example import Batch
 from engine.loss import Labels, LossStats
 from engine.model import LoadedModel
 from engine.modules import TrackedModule, track
+from engine.rotated import Sides, by_position, rotate, selected
 
 Selection = dict[str, NDArray[np.int64]]
 ConsumeCoordinates = Callable[[str, Tensor], None]
 _TENSORS, _TABLE = "coordinates.safetensors", "coordinates.json"
-_GPU_OUTER_BYTES = 256 * 10**6
 
 
 @dataclass
@@ -99,20 +100,26 @@ class CoordinateMap:
     def stream(self, batch: Batch, consume: ConsumeCoordinates, *, per_position: bool = False, labels: Labels = "true", seed: int = 0) -> LossStats:
         """Call consume(name, z) once per module: z (B, m_u) float32 (float64 for a float64 model), or (B, T, m_u) per position, which sums to it over T."""
         rotated: dict[str, tuple[Tensor, Tensor]] = {}
-        left = {m.group: 0 for m in self.maps.values()}
-        for m in self.maps.values():
-            left[m.group] += 1
+        left = Counter(m.group for m in self.maps.values())
+        sharers = dict(left)
 
         def project(c: Captured) -> None:
             m = self.maps[c.module.name]
-            held = rotated.get(m.group)
-            if held is None or held[0].data_ptr() != c.a.data_ptr():
-                held = rotated[m.group] = (c.a, _rotate(c.a, m.q_a, c.module.bias))
+
+            def rotated_a() -> Tensor:
+                held = rotated.get(m.group)
+                if held is None or held[0].data_ptr() != c.a.data_ptr():
+                    held = rotated[m.group] = (c.a, rotate(c.a, m.q_a, c.module.bias))
+                return held[1]
+
+            sides = Sides(c.a, c.delta.to(m.q_s.dtype), m.q_a, m.q_s, c.module.bias, rotated_a, sharers[m.group])
+            if per_position:
+                z = _by_place(by_position(sides, m.rows, m.columns) * m.inverse_root, c.positions, batch.input_ids.shape[1])
+            else:
+                z = selected(sides, m.flat).mul_(m.inverse_root)
             left[m.group] -= 1
             if not left[m.group]:
-                del rotated[m.group]
-            v = c.delta.to(m.q_s.dtype) @ m.q_s
-            z = _per_position(m, v, held[1], c.positions, batch.input_ids.shape[1]) if per_position else _summed(m, v, held[1])
+                rotated.pop(m.group, None)
             consume(c.module.name, z)
 
         return self.capture.stream(batch, project, labels=labels, seed=seed)
@@ -210,29 +217,8 @@ def _map(
     return ModuleMap(t, q_s, q_a, rows, columns, positions, lam, damping, group)
 
 
-def _rotate(a: Tensor, q_a: Tensor, bias: bool) -> Tensor:
-    """(B, T, d) -> (B, T, r): a Q_A, with the row of the bias's constant 1 added rather than multiplied."""
-    a = a.to(q_a.dtype)
-    if not bias:
-        return a @ q_a
-    b, t, d = a.shape
-    return torch.addmm(q_a[-1], a.reshape(b * t, d), q_a[:-1]).view(b, t, -1)
-
-
-def _summed(m: ModuleMap, v: Tensor, u: Tensor) -> Tensor:
-    """v (B, T, r_s), u (B, T, r_a) -> z (B, m): the selected entries of v^T u, half-whitened."""
-    size = v.shape[2] * u.shape[2] * v.element_size()
-    step = 1 if v.device.type == "cpu" else max(1, _GPU_OUTER_BYTES // size)
-    z = v.new_empty((len(v), len(m.flat)))
-    for start in range(0, len(v), step):
-        outer = v[start : start + step].transpose(1, 2) @ u[start : start + step]
-        torch.index_select(outer.flatten(1), 1, m.flat, out=z[start : start + step])
-    return z.mul_(m.inverse_root)
-
-
-def _per_position(m: ModuleMap, v: Tensor, u: Tensor, positions: Tensor | None, length: int) -> Tensor:
-    """z (B, T, m) whose sum over T is `_summed`; calls of a module that is used twice are added, one vector per example counts for position 0."""
-    z = v[..., m.rows] * u[..., m.columns] * m.inverse_root
+def _by_place(z: Tensor, positions: Tensor | None, length: int) -> Tensor:
+    """(B, T', m) -> (B, T, m) over the text's T places: the calls of a module that is used twice are added, one vector per example counts for place 0."""
     if positions is None and z.shape[1] == length:
         return z
     if positions is None and z.shape[1] % length == 0:
