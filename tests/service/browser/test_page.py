@@ -266,8 +266,9 @@ def test_reference_shows_addresses_fields_and_errors(visit: Any) -> None:
     assert any("truncation" in e.text for e in page.all(".properties code")) and "curl " in page.one("pre").text
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1440, 390])
+@pytest.mark.parametrize(
+    ("width", "theme"), [(1440, "light"), pytest.param(1440, "dark", marks=pytest.mark.slow), pytest.param(390, "light", marks=pytest.mark.slow), (390, "dark")]
+)
 def test_accessibility(visit: Any, width: int, theme: str) -> None:
     page = visit(width)
     page.script("localStorage.setItem('eogp-theme', arguments[0])", theme)
