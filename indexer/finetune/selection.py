@@ -19,7 +19,7 @@ class Selector:
     """
 
     def __init__(self, k: float, seed: int) -> None:
-        if not (0 < k < 1 or (k >= 1 and k == int(k))):
+        if not (0 < k < 1 or (1 <= k < math.inf and k == int(k))):
             raise SettingError(f"selected_tokens must be a whole number of at least 1, or a share between 0 and 1, not {k:g}", field="selected_tokens")
         self.k = k
         self.seed = seed
