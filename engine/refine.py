@@ -32,8 +32,9 @@ def _descend(x: NDArray[np.float32], gram: NDArray[np.float32], b: NDArray[np.fl
     for _ in range(sweeps):
         fit = np.einsum("nk,nk->n", b, x, dtype=np.float64)
         size = np.einsum("nk,nk->n", b, gb, dtype=np.float64)
-        scale = np.where((fit > 0) & (size > 0), fit / np.where(size > 0, size, 1), np.inf)  # an all-zero row keeps its signs
-        t = x / scale[:, None].astype(np.float32)
+        usable = ((fit > 0) & (size > 0))[:, None]
+        scale = np.where(usable, (fit / np.where(size > 0, size, 1))[:, None], 1).astype(np.float32)
+        t = np.where(usable, x / np.where(scale > 0, scale, 1), b * np.float32(np.inf))  # an all-zero row keeps its signs
         flipped = 0
         for j in range(x.shape[1]):
             rows = np.flatnonzero(b[:, j] * (t[:, j] - gb[:, j]) + diagonal[j] < 0)
