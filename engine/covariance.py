@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -10,7 +10,8 @@ from torch import Tensor
 from engine.example import Batch
 from engine.modules import TrackedModule
 
-BLOCK = 512  # edge of the blocks in which a symmetric product is formed; only those on and above the diagonal are
+BLOCK = 192  # edge of the blocks in which a symmetric product is formed on a CPU; only those on and above the diagonal are
+GPU_BLOCK = 2048
 
 
 def input_key(module: TrackedModule) -> str:
@@ -31,20 +32,21 @@ def device_of(module: TrackedModule) -> torch.device:
 
 def add_second_moment(total: Tensor, x: Tensor) -> None:
     """total (d, d) += x^T x for x (n, d) of the same dtype; blocks below the diagonal are left for `mirror`, which saves up to half of the work."""
-    d = total.shape[0]
-    for start in range(0, d, BLOCK):
-        stop = min(start + BLOCK, d)
+    for start, stop in _bands(total):
         total[start:stop, start:].addmm_(x[:, start:stop].T, x[:, start:])
 
 
 def mirror(total: Tensor) -> None:
     """Copy the blocks above the diagonal to below it, in place: the matrix becomes exactly symmetric."""
-    d = total.shape[0]
-    for start in range(0, d, BLOCK):
-        stop = min(start + BLOCK, d)
+    for start, stop in _bands(total):
         total[stop:, start:stop] = total[start:stop, stop:].T
         square = total[start:stop, start:stop]
         square.copy_((square + square.T) / 2)
+
+
+def _bands(total: Tensor) -> Iterator[tuple[int, int]]:
+    step, d = BLOCK if total.device.type == "cpu" else GPU_BLOCK, total.shape[0]
+    return ((start, min(start + step, d)) for start in range(0, d, step))
 
 
 class CovarianceSums:
