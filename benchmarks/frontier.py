@@ -14,7 +14,7 @@ import json
 import pickle
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import frontier_baselines as baselines
 import frontier_gradients as gradients
@@ -24,15 +24,19 @@ import numpy as np
 import outcomes
 import torch
 from frontier_baselines import Row
-from frontier_sketches import Fit, Lab, Plan, srht_rows
+from frontier_sketches import Fit, Lab, Plan, plan_of, srht_rows
 from numpy.typing import NDArray
 
+from engine.blocks import BlockKind
+from engine.budget import choose_budget
+from engine.settings import SketchSettings
 from indexer.evaluate import metrics
 
 DAMPING = 0.1
-WIDTHS = (2048, 8192, 16384, kernels.ALL)
+WIDTHS: dict[int, BlockKind] = {2048: "layer", 8192: "module", 16384: "layer"}  # stage-1 widths, and the smallest blocks measured at each
 REFERENCE = f"EK-FAC, damping {DAMPING:g}"
 BOOTSTRAP = 1000
+BUDGETS = (16, 32, 64, 128, 256, 512, 1000, 2000, 4000)
 TABLES: dict[str, Fit] = {"in sample": "train", "disjoint": "disjoint"}
 
 
@@ -42,7 +46,7 @@ def plans() -> list[Plan]:
     found += [Plan("module", k, 8192, float16=True) for k in (8, 32, 128, 512)]
     found += [Plan("module", k, 8192, rotate=True, scale="unbiased") for k in (32, 128, 496)]
     found += [Plan("module", k, 8192, spread=True) for k in (16 * 32, 16 * 128, 16 * 512)]
-    for width in (2048, 8192, 16384, kernels.ALL):
+    for width in WIDTHS:
         found += [Plan("model", k, width, rotate=True, scale="unbiased") for k in (112, 240, 496, 1008, 1880, 2032)]
     found += [Plan("model", k, 16384) for k in (112, 240, 496, 1008, 2032)]
     found += [Plan("model", k, 16384, rotate=True) for k in (240, 1008)]
@@ -51,9 +55,32 @@ def plans() -> list[Plan]:
     found += [Plan("model", k, 16384, normalise=True) for k in (112, 496)]
     found += [Plan("layer", k, 16384, rotate=True, scale="unbiased") for k in (48, 112, 240, 496, 1008, 2032)]
     found += [Plan("layer", k, 16384) for k in (112, 496, 2032)]
-    found += [Plan("module", k, 16384, rotate=True, scale="unbiased") for k in (112, 496, 1008, 2032)]
-    found += [Plan("module", k, 16384) for k in (112, 496, 1008, 2032)]
-    return sorted(found, key=lambda p: (p.kind, p.width, p.normalise))
+    for width in (8192, 16384):
+        found += [Plan("model", k, width, scale="unbiased", directions=0.65, refine=2) for k in (240, 1008, 2032)]
+        found += [Plan("model", k, width, scale="unbiased", directions=0.65, refine=2, normalise=True) for k in (112, 240, 496, 1008, 2032)]
+    found += [Plan("model", k, 16384, scale="unbiased", directions=share, refine=2, normalise=True) for k, share in ((4080, 0.5), (8176, 0.125), (8176, 0.25))]
+    found += [Plan("layer", k, 16384, scale="unbiased", directions=0.65, refine=2, normalise=True) for k in (112, 496, 1008, 2032)]
+    return found
+
+
+def defaults(lab: Lab, n_fit: int) -> dict[int, Plan]:
+    """What `eogp index --bytes-per-example B` would build here, by budget."""
+    shapes = [ShapedModule(name, layer, size, 1) for (name, layer), size in zip(lab.modules, lab.sizes.values(), strict=True)]
+    return {b: plan_for(shapes, b, n_fit) for b in BUDGETS}
+
+
+def plan_for(shapes: Sequence[ShapedModule], budget: int, n_fit: int) -> Plan:
+    chosen = choose_budget(shapes, SketchSettings(bytes_per_example=budget), n_fit=n_fit)
+    return plan_of(chosen, [width for width, grain in WIDTHS.items() if chosen.kind != "module" or grain == "module"])
+
+
+class ShapedModule(NamedTuple):
+    """What the engine's budget asks of a module; only the product of d_out and d_in counts."""
+
+    name: str
+    layer: int
+    d_out: int
+    d_in: int
 
 
 def cached(path: Path, make: Callable[[], Any]) -> Any:
@@ -67,10 +94,11 @@ def cached(path: Path, make: Callable[[], Any]) -> Any:
 
 
 def our_rows(lab: Lab, fit: Fit, folder: Path) -> dict[str, Row]:
-    """All plans of one table, kept one by one."""
+    """All plans of one table, kept one by one; neighbours share a PCA."""
     folder.mkdir(exist_ok=True)
     found = {}
-    for plan in plans():
+    wanted = {p.label: p for p in [*plans(), *defaults(lab, lab.kernels.sizes[fit]).values()]}
+    for plan in sorted(wanted.values(), key=lambda p: (p.kind, p.width, p.normalise)):
         name = plan.label.replace("/", "-").replace(" ", "_")
         row = cached(folder / f"{name}.pkl", lambda plan=plan: lab.scores(plan, fit))
         found[row.name] = row
@@ -147,20 +175,13 @@ def per_module(row: dict[str, Any]) -> bool:
     return bool(name.startswith("EOGP per module") and "m=8,192, 1 bit" in name and "spread" not in name)
 
 
-def default_row(rows: Sequence[dict[str, Any]], budget: int) -> dict[str, Any] | None:
-    """What the default picks for a budget: one rotated block while the fitting set can fill its bits, else a block per layer, else per module."""
-    for kind, blocks in (("model", 1), ("layer", 4), ("module", 16)):
-        k = 8 * (budget // blocks - 2)
-        limit = 2048
-        width = kernels.ALL if kind == "model" and k <= 496 else 16384
-        if k > limit:
-            continue
-        label = Plan(kind, k, width, rotate=True, scale="unbiased").label  # type: ignore[arg-type]
-        return next((r for r in rows if r["name"] == label), None)
-    return None
+def default_rows(rows: Sequence[dict[str, Any]], chosen: dict[int, Plan]) -> list[dict[str, Any]]:
+    """The rows of the default, by budget."""
+    by_name = {r["name"]: r for r in rows}
+    return [by_name[plan.label] for plan in chosen.values()]
 
 
-def goals(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def goals(rows: list[dict[str, Any]], chosen: dict[int, Plan]) -> dict[str, Any]:
     """The comparisons that the claim stands on, from one table."""
     baseline = [r for r in rows if r["stored"] and not is_ours(r)]
     paper = [r for r in rows if per_module(r)]
@@ -174,10 +195,7 @@ def goals(rows: list[dict[str, Any]]) -> dict[str, Any]:
                 found["per module at B against stored baselines up to 16 B"].append(
                     {"baselines": "fp16 only" if label == "fp16" else "fp16 and 1 bit", **compared}
                 )
-    for budget in (16, 32, 64, 128, 256, 512, 1024, 2048, 4096):
-        own = default_row(rows, budget)
-        if own is None:
-            continue
+    for own in default_rows(rows, chosen):
         for label, kept in (("fp16 only", False), ("fp16 and 1 bit", True)):
             compared = compare(own, (b for b in baseline if b["bytes"] <= 64 * own["bytes"] and (kept or not b["one_bit"])))
             if compared:
@@ -219,7 +237,7 @@ def markdown(tables: dict[str, list[dict[str, Any]]], record: dict[str, Any]) ->
     return "\n".join(lines)
 
 
-def plot(path: Path, tables: dict[str, list[dict[str, Any]]], ceiling: float) -> None:
+def plot(path: Path, tables: dict[str, list[dict[str, Any]]], chosen: dict[str, dict[int, Plan]], ceiling: float) -> None:
     import matplotlib
 
     matplotlib.use("agg")
@@ -228,7 +246,7 @@ def plot(path: Path, tables: dict[str, list[dict[str, Any]]], ceiling: float) ->
     figure, axes = plt.subplots(2, len(tables), figsize=(13, 10), sharex=True, sharey="row", layout="constrained")
     for column, (title, rows) in enumerate(tables.items()):
         series: dict[str, list[dict[str, Any]]] = {"EOGP per module (paper), 1 bit": [r for r in rows if per_module(r)]}
-        series["default, 1 bit"] = [r for b in (16, 32, 64, 128, 256, 512, 1024, 2048, 4096) if (r := default_row(rows, b))]
+        series["default, 1 bit"] = default_rows(rows, chosen[title])
         for r in rows:
             if not is_ours(r) and r["stored"] and r["bytes"] > 0:
                 series.setdefault(f"{r['family']}, {'1 bit' if r['one_bit'] else 'fp16'}", []).append(r)
@@ -292,11 +310,16 @@ def main() -> None:
     reference = common[REFERENCE].scores
     assert reference is not None
     evidence = Evidence(task, outcomes.RESULTS / "outcomes.npz", reference)
-    tables, record, bits = {}, {}, {}
+    tables, record, bits, chosen = {}, {}, {}, {}
     for title, fit in TABLES.items():
         rows = common | our_rows(lab, fit, args.work / f"rows-{fit}")
         tables[title] = evidence.figures(list(rows.values()))
-        record[title] = {"goals": goals(tables[title]), "rows": [{k: v for k, v in r.items() if not k.startswith("_")} for r in tables[title]]}
+        chosen[title] = defaults(lab, held.sizes[fit])
+        record[title] = {
+            "goals": goals(tables[title], chosen[title]),
+            "default": {b: p.label for b, p in chosen[title].items()},
+            "rows": [{k: v for k, v in r.items() if not k.startswith("_")} for r in tables[title]],
+        }
         bits[title] = bit_correlations(rows)
     result = {
         "subsets": len(evidence.measured),
@@ -309,7 +332,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "frontier.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     (args.out / "frontier.md").write_text(markdown(tables, result), encoding="utf-8")
-    plot(args.out / "frontier.png", tables, result["ceiling"])
+    plot(args.out / "frontier.png", tables, chosen, result["ceiling"])
     print(f"LDS ceiling {result['ceiling']:.3f}; wrote frontier.json, frontier.md and frontier.png in {args.out}")
 
 

@@ -16,59 +16,61 @@ from frontier_gradients import Gradients
 from numpy.typing import NDArray
 from scipy.linalg.blas import ssyrk
 
+from engine.blocks import BlockKind, blocks_of
+
 SPLITS = ("train", "disjoint", "query")
 CHUNK = 4096  # columns per float32 product; products are summed in float64
-ALL = 1 << 30
 
 
 @dataclass
 class Kernels:
-    """K (n, n) per module and width, rows in the order of `SPLITS`."""
+    """K (n, n) per group of modules (a module, or a layer) and width, rows in the order of `SPLITS`. A group's file is FOLDER/WIDTH/GROUP.npy."""
 
     folder: Path
     sizes: dict[str, int]
+    groups: dict[int, dict[str, list[str]]]
 
     def rows(self, split: str) -> slice:
         start = sum(self.sizes[s] for s in SPLITS[: SPLITS.index(split)])
         return slice(start, start + self.sizes[split])
 
-    def module(self, name: str, width: int) -> NDArray[np.float32]:
-        return np.load(self.folder / f"{width}" / f"{name}.npy", mmap_mode="r")
-
     def block(self, names: Sequence[str], width: int) -> NDArray[np.float64]:
-        """The block's K: the sum of its modules'."""
-        total = self.module(names[0], width).astype(np.float64)
-        for name in names[1:]:
-            total += self.module(name, width)
+        """The block's K: the sum of its groups'."""
+        own = [group for group, members in self.groups[width].items() if set(members) <= set(names)]
+        if sum(len(self.groups[width][group]) for group in own) != len(names):
+            raise ValueError(f"at width {width} the kernels are kept per {self.groups[width]}, which does not divide this block")
+        total = np.zeros((sum(self.sizes.values()),) * 2)
+        for group in own:
+            total += np.load(self.folder / f"{width}" / f"{group}.npy", mmap_mode="r")
         return total
 
 
-def compute(gradients: Gradients, c: float, widths: Sequence[int], folder: Path) -> Kernels:
-    """K at damping c for every width (coordinates per module; ALL for no truncation). Resumes module by module."""
+def compute(gradients: Gradients, c: float, widths: dict[int, BlockKind], folder: Path) -> Kernels:
+    """K at damping c for every width {coordinates per module: kept per module or per layer}. Resumes layer by layer."""
     sizes = {split: gradients.stored(split, gradients.modules[0][0]).shape[0] for split in SPLITS}
-    found = Kernels(folder, sizes)
-    widths = sorted(widths)
+    found = Kernels(folder, sizes, {width: blocks_of(gradients.modules, kind) for width, kind in widths.items()})
     n = sum(sizes.values())
     for width in widths:
         (folder / f"{width}").mkdir(parents=True, exist_ok=True)
-    for name, _ in gradients.modules:
-        if (folder / f"{widths[-1]}" / f"{name}.npy").exists():
+    for layer, names in blocks_of(gradients.modules, "layer").items():
+        targets = {(width, group) for width, groups in found.groups.items() for group, members in groups.items() if set(members) <= set(names)}
+        if all((folder / f"{width}" / f"{group}.npy").exists() for width, group in targets):
             continue
-        lam = gradients.lam[name]
-        order = np.argsort(-lam, kind="stable")
-        factor = gradients.factor(name, c)
-        w = np.concatenate([gradients.stored(split, name) for split in SPLITS])
-        lower = np.zeros((n, n))
-        done = 0
-        for width in widths:
-            end = min(width, lam.size)
-            while done < end:
-                part = order[done : min(done + CHUNK, end)]
-                z = w[:, part].astype(np.float32) * factor[part]
-                lower += ssyrk(1.0, z.T, trans=1, lower=1)
-                done += len(part)
-            temporary = folder / f"{width}" / f"{name}.part.npy"
-            np.save(temporary, (np.tril(lower) + np.tril(lower, -1).T).astype(np.float32))
-            temporary.replace(folder / f"{width}" / f"{name}.npy")
-        print(f"{name}: {lam.size} coordinates", flush=True)
+        totals = {target: np.zeros((n, n), np.float32) for target in targets}
+        for name in names:
+            running, done = np.zeros((n, n)), 0
+            order = np.argsort(-gradients.lam[name], kind="stable")
+            for width in sorted(widths):
+                for start in range(done, min(width, order.size), CHUNK):
+                    part = order[start : min(start + CHUNK, width)]
+                    z = np.concatenate([gradients.coordinates(split, name, c, part) for split in SPLITS])
+                    running += ssyrk(1.0, z.T, trans=1, lower=1)
+                done = min(width, order.size)
+                group = next(g for g, members in found.groups[width].items() if name in members)
+                totals[width, group] += running
+        for (width, group), total in totals.items():
+            temporary = folder / f"{width}" / f"{group}.part.npy"
+            np.save(temporary, np.tril(total) + np.tril(total, -1).T)
+            temporary.replace(folder / f"{width}" / f"{group}.npy")
+        print(f"kernels: {layer}", flush=True)
     return found

@@ -110,7 +110,11 @@ def main() -> None:
     if not (folder / "done.json").exists():
         prepare(args.work, folder, args.texts, args.tokens)
     about = json.loads((folder / "done.json").read_text())
-    lab = Lab(Kernels(folder, about["splits"]), [(name, layer) for name, layer in about["modules"]], about["sizes"])
+    lab = Lab(
+        Kernels(folder, about["splits"], {width: {name: [name] for name, _ in about["modules"]} for width in WIDTHS}),
+        [(name, layer) for name, layer in about["modules"]],
+        about["sizes"],
+    )
     reference = np.load(folder / "reference.npy").astype(np.float64)
     draws = metrics.resamples(reference.shape[0], 1000, 1)
     rows = []

@@ -14,6 +14,7 @@ from frontier_kernels import Kernels
 from numpy.typing import NDArray
 
 from engine.blocks import BlockKind, BlockLayout, blocks_of
+from engine.budget import SketchPlan
 from engine.fit_projection import fit_projection, project_rows
 from engine.pca import random_frame, random_rotation, spectrum
 from engine.refine import refine_signs
@@ -42,8 +43,7 @@ class Plan:
 
     @property
     def label(self) -> str:
-        m = "all" if self.width >= 1 << 29 else f"{self.width:,}"
-        parts = [f"per {self.kind}", f"k={self.k}" + (" spread" if self.spread else ""), f"m={m}"]
+        parts = [f"per {self.kind}", f"k={self.k}" + (" spread" if self.spread else ""), f"m={self.width:,}"]
         parts += [f"frame of {self.directions:g} k directions, {self.refine} passes"] if self.directions else []
         parts += ["rotated"] * self.rotate + ["unbiased"] * (self.scale == "unbiased") + ["z/|z|"] * self.normalise + ["fp16" if self.float16 else "1 bit"]
         return "EOGP " + ", ".join(parts)
@@ -75,7 +75,7 @@ class Lab:
         blocks = list(blocks_of(self.modules, kind).values())
         weights = np.ones(rows.stop - rows.start)
         if normalise:
-            weights = 1 / np.sqrt(sum(np.diagonal(self.kernels.module(name, width))[rows].astype(np.float64) for name, _ in self.modules))
+            weights = 1 / np.sqrt(np.diagonal(self.kernels.block([name for name, _ in self.modules], width))[rows])
         x, singular = [], []
         for names in blocks:
             k = self.kernels.block(names, width)
@@ -116,6 +116,21 @@ class Lab:
         fitted = geometric_mean_scale(block_scales(stored, layout, plan.scale, chosen))  # of the stored rows here; c only centres fp16's range
         kept = decode(*encode(stored, layout, fitted, plan.scale, chosen), layout, fitted)
         return Row(plan.label, "EOGP", layout.payload_bytes, 2 * entries, one_bit=True, scores=(asked @ kept.T).astype(np.float64))
+
+
+def plan_of(chosen: SketchPlan, widths: Sequence[int]) -> Plan:
+    """A plan of the engine's at the nearest (by ratio) stage-1 width that the kernels hold for its blocks; the largest also stands for anything wider."""
+    width = min(widths, key=lambda w: abs(float(np.log(w / np.mean(list(chosen.m.values()))))))
+    return Plan(
+        chosen.kind,
+        min(chosen.k.values()),
+        width,
+        rotate=chosen.rotate and chosen.directions is None,
+        scale=chosen.scale,
+        normalise=chosen.normalise,
+        directions=chosen.directions,
+        refine=chosen.refine,
+    )
 
 
 def spread_bits(singular: Sequence[NDArray[np.float64]], total: int) -> list[int]:

@@ -32,7 +32,7 @@ def lab(z: dict[str, np.ndarray], tmp_path: Path) -> Lab:
     (tmp_path / "40").mkdir()
     for name, values in z.items():
         np.save(tmp_path / "40" / f"{name}.npy", values.astype(np.float64) @ values.T.astype(np.float64))
-    return Lab(Kernels(tmp_path, SIZES), MODULES, dict.fromkeys(z, 40))
+    return Lab(Kernels(tmp_path, SIZES, {40: {name: [name] for name in z}}), MODULES, dict.fromkeys(z, 40))
 
 
 @pytest.mark.parametrize("fit", ["train", "disjoint"])
