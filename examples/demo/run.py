@@ -20,6 +20,7 @@ import httpx
 from steps import ask, console, eogp, read_jsonl, server, show
 
 BYTES_PER_EXAMPLE = 256
+PROJECTION_BYTES = "160MB"  # a tenth of the default: the demo's model is small, and its queries are answered faster
 QUESTIONS = (
     ("The capital of Mongolia is", " Ulaanbaatar"),
     ("The chemical symbol of Tungsten is", " W"),
@@ -67,7 +68,18 @@ def main(folder: Path) -> None:
     console.print(f"{n_rows} training examples in {train}")
     if not (folder / "model" / "config.json").exists():
         eogp("finetune", folder / "model", "--data", train, *MODEL_FLAGS, *TRAIN_FLAGS)
-    eogp("index", folder / "store", "--model", folder / "model", "--data", train, "--bytes-per-example", str(BYTES_PER_EXAMPLE))
+    eogp(
+        "index",
+        folder / "store",
+        "--model",
+        folder / "model",
+        "--data",
+        train,
+        "--bytes-per-example",
+        str(BYTES_PER_EXAMPLE),
+        "--projection-bytes",
+        PROJECTION_BYTES,
+    )
 
     rows, questions = read_jsonl(train), read_jsonl(held_out)
     truth = [q["fact"] for q in questions]
