@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import typer
 import yaml
-from pydantic import Field, ValidationError, field_validator
+from pydantic import BeforeValidator, Field, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
@@ -37,6 +37,9 @@ def parse_bytes(value: Any) -> Any:
         return int(float(digits) * _UNITS[unit])
     except (ValueError, KeyError):
         raise ValueError(f"{value!r} is not a size; write a number of bytes, or for instance 512MB or 1GB") from None
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 
 
 class Settings(BaseSettings):
@@ -198,13 +201,11 @@ class FitSettings(Settings):
 
     fit_examples: int = Field(4096, ge=1, description="Examples that the EK-FAC curvature is fitted on (at most all).")
     damping: float = Field(0.1, gt=0, description="c in lambda_u = c * mean(Lambda_u), equation (31).")
-    fit_memory: int | None = Field(
+    fit_memory: Bytes | None = Field(
         None, description="Memory for factors and corrected eigenvalues while fitting, e.g. 20GB; default: what model and activations leave free."
     )
     seed: int = Field(0, ge=0, description="Seed of samples, sampled labels, rotation and SRHT.")
     batch_tokens: int = Field(4096, ge=1, description="Padded tokens per batch of the model's forward and backward pass.")
-
-    _sizes = field_validator("fit_memory", mode="before")(parse_bytes)
 
 
 class SketchSettings(Settings):
@@ -215,12 +216,10 @@ class SketchSettings(Settings):
         description="default picks blocks, bits and stage-1 width from the two budgets; paper is the paper's configuration; eogp (PCA) and eogp-r (SRHT) take what is set below.",
     )
     bytes_per_example: int = Field(256, ge=3, description="Sketch bytes stored per example (codes and scales).")
-    projection_bytes: int = Field(10**9, description="Cap on the size of the projection P, e.g. 1GB; stage 1 is narrowed to fit.")
+    projection_bytes: Bytes = Field(10**9, description="Cap on the size of the projection P, e.g. 1GB; stage 1 is narrowed to fit.")
     blocks: Literal["module", "layer", "model"] | None = Field(None, description="Modules that share one PCA, bit string and scale.")
     k: int | None = Field(None, ge=1, description="Bits per block.")
     m: int | None = Field(None, ge=1, description="Stage-1 coordinates per module.")
     rotate: bool | None = Field(None, description="Rotate each block by a seeded random orthogonal matrix before taking signs.")
     scale: Literal["l1", "unbiased"] | None = Field(None, description="Scale of equation (13), or the unbiased one for rotated blocks.")
     pca_examples: int = Field(8192, ge=2, description="Examples that the PCA is fitted on (at most all).")
-
-    _sizes = field_validator("projection_bytes", mode="before")(parse_bytes)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from engine.settings import ModelSettings, Settings, parse_bytes
+from engine.settings import Bytes, ModelSettings, Settings
 
 
 class LimitSettings(Settings):
     """Limits."""
 
-    max_body_bytes: int = Field(2_000_000, ge=1_000, description="Largest request body in bytes, e.g. 2MB; more is refused with 413.")
+    max_body_bytes: Bytes = Field(2_000_000, ge=1_000, description="Largest request body in bytes, e.g. 2MB; more is refused with 413.")
     max_queries: int = Field(32, ge=1, description="Queries in one request.")
     max_query_tokens: int = Field(0, ge=0, description="Tokens of one query; 0 takes the model's context.")
     max_request_tokens: int = Field(16_384, ge=1, description="Tokens of all queries of one request together.")
@@ -24,8 +24,6 @@ class LimitSettings(Settings):
     max_filter_values: int = Field(10_000, ge=1, description="Values in all `in` lists of one filter together.")
     max_new_tokens: int = Field(256, ge=1, description="Tokens that the model may generate for one query.")
     max_rescored: int = Field(64, ge=1, description="Results per direction whose gradients one request may have recomputed.")
-
-    _sizes = field_validator("max_body_bytes", mode="before")(parse_bytes)
 
 
 class QueueSettings(Settings):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from engine.settings import Settings, parse_bytes
+from engine.settings import Bytes, Settings
 
 DataKind = Literal["auto", "text", "completion", "messages", "tokens", "classification"]
 
@@ -39,6 +39,4 @@ class DataSettings(Settings):
         "refuse", description="For chats when the tokenizer has no chat template: refuse them, or write each turn as a line `role: content`."
     )
     on_error: Literal["skip", "fail"] = Field("skip", description="Bad rows: skip them and list them in the report, or stop at the first one.")
-    max_row_bytes: int = Field(4_000_000, ge=1, description="A line longer than this is a bad row, e.g. 4MB.")
-
-    _sizes = field_validator("max_row_bytes", mode="before")(parse_bytes)
+    max_row_bytes: Bytes = Field(4_000_000, ge=1, description="A line longer than this is a bad row, e.g. 4MB.")

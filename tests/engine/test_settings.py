@@ -72,6 +72,15 @@ def test_sizes() -> None:
     assert SketchSettings.resolve({"projection_bytes": "8GB"}).projection_bytes == 8 * 10**9
 
 
+class Joined(FitSettings, SketchSettings):
+    """Both tables with sizes."""
+
+
+def test_sizes_survive_joining_tables() -> None:
+    joined = Joined.resolve({"projection_bytes": "8GB", "fit_memory": "1.5 KB"})
+    assert (joined.projection_bytes, joined.fit_memory) == (8 * 10**9, 1500)
+
+
 def test_every_setting_is_a_flag_with_help() -> None:
     app = typer.Typer()
     seen: dict[str, object] = {}
