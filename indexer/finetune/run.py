@@ -90,7 +90,7 @@ def finetune(out: Path, settings: FinetuneSettings, reporter: Reporter | None = 
     record |= {
         "steps": trainer.state.global_step,
         "epochs": trainer.state.epoch,
-        "best_step": trainer.state.best_global_step,
+        "kept_step": kept_step(trainer.state),
         "metrics": {"train_loss": result.training_loss, **(kept_metrics(trainer.state) if held_out else {})},
         "counts": counts,
         "seconds": round(time.monotonic() - began, 1),
@@ -292,7 +292,7 @@ def training_arguments(root: Path, settings: FinetuneSettings, loaded: LoadedMod
     """The Trainer's arguments. Steps in an epoch = ceil(ceil(n / batch) / accumulate)."""
     per_epoch = math.ceil(math.ceil(n_train / settings.batch_size) / settings.accumulate)
     total = max(1, int(per_epoch * settings.epochs + 0.5))
-    save_every = settings.save_every or settings.eval_every
+    eval_every, save_every = settings.eval_every or settings.save_every, settings.save_every or settings.eval_every
     log_every = max(n for n in range(1, 11) if (save_every or per_epoch) % n == 0)  # a logged mean never spans a checkpoint, so that resuming changes no line
     return TrainingArguments(
         output_dir=str(root),
@@ -309,8 +309,8 @@ def training_arguments(root: Path, settings: FinetuneSettings, loaded: LoadedMod
         fp16=settings.precision == "float16",
         seed=settings.seed,
         use_cpu=loaded.device.type == "cpu",
-        eval_strategy="no" if not evaluates else "steps" if settings.eval_every else "epoch",
-        eval_steps=settings.eval_every,
+        eval_strategy="no" if not evaluates else "steps" if eval_every else "epoch",
+        eval_steps=eval_every,
         save_strategy="steps" if save_every else "epoch",
         save_steps=save_every or 500,
         load_best_model_at_end=evaluates,
@@ -326,11 +326,15 @@ def training_arguments(root: Path, settings: FinetuneSettings, loaded: LoadedMod
     )
 
 
+def kept_step(state: TrainerState) -> int:
+    """The step whose weights are kept: of the best checkpoint, where held-out examples chose one, else the last."""
+    return step_of(Path(state.best_model_checkpoint)) if state.best_model_checkpoint else state.global_step
+
+
 def kept_metrics(state: TrainerState) -> dict[str, float]:
-    """The held-out metrics of the model that is kept: the best one's, as logged when it was evaluated."""
-    logged = [log for log in state.log_history if "eval_loss" in log]
-    best = [log for log in logged if log["step"] == state.best_global_step] or logged
-    return {k: v for k, v in best[-1].items() if k.startswith("eval_")} if best else {}
+    """The held-out metrics of the model that is kept, as logged when it was evaluated."""
+    found = [log for log in state.log_history if "eval_loss" in log and log["step"] == kept_step(state)]
+    return {k: v for k, v in found[-1].items() if k.startswith("eval_")} if found else {}
 
 
 def save(out: Path, model: Any, loaded: LoadedModel, settings: FinetuneSettings, record: dict[str, Any]) -> None:

@@ -60,9 +60,9 @@ class EvaluationSettings(Settings):
 
     eval_data: Path | None = Field(None, description="File of held-out examples, in the same format as the training data.")
     eval_share: float = Field(0.0, ge=0, lt=1, description="Share of the training data held out instead, drawn with the seed.")
-    eval_every: int | None = Field(None, ge=1, description="Steps between evaluations; default: once an epoch.")
+    eval_every: int | None = Field(None, ge=1, description="Steps between evaluations; default: at every checkpoint.")
     patience: int = Field(0, ge=0, description="Stop after this many evaluations without improvement; 0 never stops early. The best model is kept.")
-    save_every: int | None = Field(None, ge=1, description="Steps between checkpoints; default: once an epoch.")
+    save_every: int | None = Field(None, ge=1, description="Steps between checkpoints; default: at every evaluation if that is set, else once an epoch.")
     keep_checkpoints: int = Field(2, ge=1, description="Newest checkpoints kept while training runs; the best one is kept besides.")
     log_json: bool = Field(False, description="Write progress as JSON lines on standard error instead of a display.")
     resume: bool = Field(False, description="Continue from the newest whole checkpoint in the output folder.")

@@ -425,7 +425,7 @@ def test_early_stop_keeps_the_best(tmp_path: Path, text_data: str) -> None:
     found = finetune(tmp_path / "out", settings)
     held_out = {line["step"]: line["eval_loss"] for line in read_curve(tmp_path / "out" / "loss.jsonl") if "eval_loss" in line}
     assert found.record["steps"] < 90
-    assert found.record["best_step"] == min(held_out, key=lambda s: held_out[s])
+    assert found.record["kept_step"] == min(held_out, key=lambda s: held_out[s])
     assert found.record["metrics"]["eval_loss"] == min(held_out.values())
 
 
