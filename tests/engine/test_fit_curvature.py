@@ -9,12 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2LMHeadModel, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    MixtralConfig,
+)
 
 import engine.memory as memory
+from engine.capture import Capture
 from engine.curvature import Curvature
 from engine.errors import LimitError, StoreError
-from engine.example import Example
+from engine.example import Example, collate
 from engine.fit_curvature import fit_curvature
 from engine.groups import Group, group_bytes, plan_groups
 from engine.model import LoadedModel, from_parts
@@ -206,3 +214,33 @@ def test_a_lambda_too_large_for_the_budget_goes_on_candidates() -> None:
     assert [g.on_candidates for g in plan_groups([square, small], 191 * 10**6)] == [frozenset({"square"})]
     with pytest.raises(LimitError, match=r"square \(4000 x 4000\) needs 129\.6 MB .* 128\.0 MB may be used"):
         plan_groups([square, small], 128 * 10**6)
+
+
+@pytest.mark.parametrize("family", ["experts", "classifier"])
+def test_modules_that_see_other_shapes(family: str) -> None:
+    """Experts see only the tokens routed to them, a pooler one vector per example: the mean of Lambda is E||G||_F^2 all the same, in any basis."""
+    torch.manual_seed(0)
+    shape = {"vocab_size": 320, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    if family == "experts":
+        model = AutoModelForCausalLM.from_config(MixtralConfig(**shape, num_key_value_heads=1, num_local_experts=3))
+        examples = make_examples(6)
+    else:
+        model = AutoModelForSequenceClassification.from_config(BertConfig(**shape, num_labels=3))
+        examples = [replace(e, labels=i % 3, target_mask=np.zeros(len(e), bool)) for i, e in enumerate(make_examples(6))]
+    loaded = from_parts(model.double())
+    modules = track(loaded).tracked
+    assert any("experts" in m.name if family == "experts" else "pooler" in m.name for m in modules)
+    curvature = fit(loaded, examples)
+    norms = dict.fromkeys((m.name for m in modules), 0.0)
+
+    def add(m: TrackedModule, a: torch.Tensor, delta: torch.Tensor) -> None:
+        norms[m.name] += float((delta.transpose(1, 2) @ a).square().sum()) / len(examples)
+
+    for row, example in enumerate(examples):
+        Capture(loaded, modules).run(collate([example], [row], loaded.pad_id), add, labels="sampled")
+    assert set(curvature.modules) | set(curvature.skipped) == set(norms)
+    for name, m in curvature.modules.items():
+        assert m.mean_lambda * m.d_out * m.d_in == pytest.approx(norms[name], rel=1e-10)
+    influence = UncompressedInfluence(loaded, curvature)
+    scores = influence.scores(examples[:2], examples)
+    np.testing.assert_allclose(influence.token_scores(examples[:2], examples[3]).sum(1), scores[:, 3], rtol=1e-4, atol=1e-6 * np.abs(scores).max())
