@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from engine.data.reading import BadRow, Row, Source, read_source
@@ -85,11 +84,6 @@ class Prepared:
         """Store-wide row numbers at ascending positions."""
         first = self.summaries[0]["first_row"] if self.summaries else 0
         return [int(p) + first for p in positions]
-
-    def lengths(self) -> NDArray[np.int64]:
-        """(n,) tokens of each example."""
-        parts = [pc.list_value_length(self.table(i).column("input_ids")).to_numpy() for i in range(len(self.shards))]
-        return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
 
     def bad_rows(self) -> Iterator[dict[str, Any]]:
         """{file, line, reason} of every bad row, in order."""

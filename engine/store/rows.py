@@ -1,8 +1,8 @@
 """Examples as Arrow columns and back: the part of a segment that holds text, tokens and metadata.
 
 Columns: row (running number), id, kind, text, input_ids, target_spans (flat [start, end) token pairs), labels (null where equal to input_ids),
-label (class, or null), truncated, source (position in the manifest's data) and line, one `meta.NAME` per metadata field whose values share one type,
-and `extra`: JSON of what fits no such column. A sketched segment adds norm_sq, loss, n_tokens and flags.
+label (class, or null), truncated, source (position in the manifest's data) and line, one `meta.NAME` per metadata field whose values share one type, one
+`json.NAME` (JSON text) per field of lists and objects, and `extra`: a JSON object of what fits no such column. A sketched segment adds norm_sq, loss, n_tokens and flags.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from engine.example import Example
 from engine.signs import Sketch
 
-META = "meta."
+META, NESTED = "meta.", "json."
 _INT64 = range(-(2**63), 2**63)
 FIXED = pa.schema(
     [
@@ -36,6 +36,15 @@ FIXED = pa.schema(
     ]
 )
 SKETCHED = ("norm_sq", "loss", "n_tokens", "flags")
+
+
+def fixed_width(column: pa.ChunkedArray | pa.Array) -> NDArray[Any]:
+    """A column of numbers without nulls as an array, not copied where it is one chunk. (Arrow's own conversion imports pandas.)"""
+    chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
+    parts = [np.frombuffer(c.buffers()[1], column.type.to_pandas_dtype(), len(c), c.offset * column.type.bit_width // 8) for c in chunks if len(c)]
+    if not parts:
+        return np.zeros(0, column.type.to_pandas_dtype())
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def spans_of(mask: NDArray[np.bool_]) -> list[int]:
@@ -74,12 +83,17 @@ def examples_table(examples: Sequence[Example], rows: Sequence[int], sources: Se
 
 
 def metadata_columns(metadata: Sequence[dict[str, Any]]) -> tuple[list[str], list[pa.Array]]:
-    """One typed column per field whose values share a type (sorted by name); everything else as JSON in `extra`."""
+    """One typed column per field whose values share a type, JSON text for lists and objects, both sorted by name; everything else in `extra`."""
     extra: list[dict[str, Any]] = [{} for _ in metadata]
     names, arrays = [], []
     for name in sorted({k for m in metadata for k in m}):
         values = [m.get(name) for m in metadata]
-        kind = _column_type([v for v in values if v is not None])
+        present = [v for v in values if v is not None]
+        kind = _column_type(present)
+        if kind is None and all(isinstance(v, list | dict) for v in present):
+            names.append(NESTED + name)
+            arrays.append(pa.array([None if v is None else as_json(v) for v in values], pa.large_string()))
+            continue
         if kind is None:
             for into, value in zip(extra, values, strict=True):
                 if value is not None:
@@ -88,8 +102,13 @@ def metadata_columns(metadata: Sequence[dict[str, Any]]) -> tuple[list[str], lis
         names.append(META + name)
         arrays.append(pa.array(values, kind))
     names.append("extra")
-    arrays.append(pa.array([json.dumps(e, ensure_ascii=False, sort_keys=True) if e else None for e in extra], pa.large_string()))
+    arrays.append(pa.array([as_json(e) if e else None for e in extra], pa.large_string()))
     return names, arrays
+
+
+def as_json(value: Any) -> str:
+    """JSON text, the same for equal values."""
+    return json.dumps(value, ensure_ascii=False, sort_keys=True)
 
 
 def _column_type(values: list[Any]) -> pa.DataType | None:
@@ -137,6 +156,7 @@ def examples_of(table: pa.Table) -> list[Example]:
 def metadata_at(columns: dict[str, Any], i: int) -> dict[str, Any]:
     """The i-th row's metadata as it was given, nulls left out."""
     found = {name.removeprefix(META): values[i] for name, values in columns.items() if name.startswith(META) and values[i] is not None}
+    found |= {name.removeprefix(NESTED): json.loads(values[i]) for name, values in columns.items() if name.startswith(NESTED) and values[i] is not None}
     extra = columns["extra"][i]
     return {**found, **json.loads(extra)} if extra else found
 
@@ -155,7 +175,9 @@ def metadata_table(tables: Iterable[pa.Table]) -> pa.Table:
 
 def _plain_columns(table: pa.Table) -> dict[str, pa.ChunkedArray | list[Any]]:
     """Typed columns as they are, fields of `extra` as lists."""
-    columns: dict[str, pa.ChunkedArray | list[Any]] = {name.removeprefix(META): table.column(name) for name in table.column_names if name.startswith(META)}
+    columns: dict[str, pa.ChunkedArray | list[Any]] = {}
+    for prefix in (META, NESTED):
+        columns |= {name.removeprefix(prefix): table.column(name) for name in table.column_names if name.startswith(prefix)}
     extra = table.column("extra")
     if extra.null_count < len(extra):
         parsed = [json.loads(v) if v else {} for v in extra.to_pylist()]
@@ -190,4 +212,4 @@ def _kind(column: pa.ChunkedArray | list[Any]) -> pa.DataType | None:
 
 
 def _as_text(value: Any) -> str | None:
-    return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False, sort_keys=True)
+    return value if value is None or isinstance(value, str) else as_json(value)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from engine.blocks import BlockLayout
 from engine.errors import StoreError
 from engine.signs import Sketch
-from engine.store.rows import add_sketch
+from engine.store.rows import add_sketch, fixed_width
 
 CODES, SCALES, ROWS = "codes.faiss", "scales.npy", "rows.arrow"
 SEGMENT_FILES = (CODES, SCALES, ROWS)
@@ -40,7 +40,7 @@ class Segment:
 
     def column(self, name: str) -> NDArray[Any]:
         """A fixed-width column as an array (n,)."""
-        return np.asarray(self.table.column(name).to_numpy())
+        return fixed_width(self.table.column(name))
 
 
 def write_segment(folder: Path, table: pa.Table, sketch: Sketch, layout: BlockLayout) -> None:

@@ -18,7 +18,7 @@ from engine.data.settings import DataSettings
 from engine.errors import StoreError
 from engine.settings import ModelSettings
 from engine.store.manifest import DELETED, Manifest, current_generation, read_manifest
-from engine.store.rows import SKETCHED, mask_of, metadata_at, metadata_table
+from engine.store.rows import SKETCHED, fixed_width, mask_of, metadata_at, metadata_table
 from engine.store.segment import Segment
 from engine.store.verify import check_files
 
@@ -126,7 +126,7 @@ class Store:
 
     def column(self, name: str) -> NDArray[Any]:
         """A fixed-width column by position: norm_sq, loss, n_tokens, flags, row."""
-        return np.asarray(self._column(name).to_numpy())
+        return fixed_width(self._column(name)) if self.segments else np.zeros(0, np.uint8)
 
     def _column(self, name: str) -> pa.ChunkedArray:
         chunks = [c for s in self.segments for c in s.table.column(name).chunks]
@@ -141,7 +141,7 @@ class Store:
     def positions_of(self, ids: Iterable[str]) -> NDArray[np.int64]:
         """Positions of the rows that have one of these ids, deleted ones left out, ascending."""
         wanted = pa.array(sorted(set(ids)), pa.large_string())
-        found = np.flatnonzero(pc.is_in(self.ids, value_set=wanted).to_numpy())
+        found = fixed_width(pc.indices_nonzero(pc.is_in(self.ids, value_set=wanted))).astype(np.int64)
         return found[~np.isin(found, self.deleted)]
 
     def rows(self, positions: Sequence[int] | NDArray[np.int64]) -> list[StoredRow]:
