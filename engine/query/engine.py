@@ -10,12 +10,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.curvature import Curvature
 from engine.data.settings import DataSettings
 from engine.errors import DataError, EogpError, ModelError, SettingError
 from engine.example import Example
@@ -23,11 +25,15 @@ from engine.model import LoadedModel, fingerprint_mismatch, load_model
 from engine.query.generate import complete
 from engine.query.prepare import Pending, Prepared, prepare
 from engine.query.spec import Answer, Hit, InputReport, Limits, QueryAnswer, QuerySpec, Token
+from engine.rescore import Rescorer, example_of
 from engine.search import Ranking, Searcher, SearchRequest, compile_filter
 from engine.settings import ModelSettings
 from engine.signs import FLAG_NO_TARGET, FLAG_NONFINITE
 from engine.sketcher import Sketcher
-from engine.store import Store
+from engine.store import Store, StoredRow
+
+
+CANCELLED = 1e-4  # coordinates are good to about this much in float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +51,16 @@ class Sketched:
     by_position: list[NDArray[np.float32]] | None
     timing: dict[str, float]
     error: EogpError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A ranked row; with rescore, its uncompressed influence and that of its tokens."""
+
+    row: StoredRow
+    score: float
+    rescored: float | None = None
+    tokens: list[Token] | None = None
 
 
 class QueryEngine:
@@ -154,51 +170,78 @@ class QueryEngine:
         y = np.stack([(signs[g, None] * sketched.y[g]).sum(axis=0) for g in prepared.groups]).astype(np.float32)
         with _timed(timing, "filter"):
             allowed = None if spec.filter is None else compile_filter(spec.filter, self.store.metadata, self.store.ids)
-        depth = max(spec.top_k, spec.rescore_n) if spec.rescore else spec.top_k
+        depth = spec.rescore_n if spec.rescore else spec.top_k
         with _timed(timing, "search"):
             result = self.searcher.search(SearchRequest(y, depth, spec.score, spec.direction, allowed, spec.candidates))
         n_allowed = self.store.n_rows - int(np.count_nonzero(self.store.excluded if allowed is None else self.store.excluded | ~allowed))
         answers = []
         for a, group in enumerate(prepared.groups):
+            found = [None if r is None else self._found(r, a, timing) for r in (result.proponents, result.opponents)]
+            if spec.rescore:
+                with _timed(timing, "rescore"):
+                    found = self._rescored(found, prepared, sketched, group)
+            hits = [None if f is None else self._hits(f[: spec.top_k], spec, y[a], prepared, sketched, group, timing) for f in found]
             reports = [self._report(prepared, sketched, i) for i in group]
-            hits = []
-            for r in (result.proponents, result.opponents):
-                hits.append(None if r is None else self._hits(r, a, spec, y[a], sketched, prepared, group, timing))
-            answers.append(QueryAnswer(reports, hits[0], hits[1], self._warnings(reports, y[a], n_allowed)))
+            answers.append(QueryAnswer(reports, hits[0], hits[1], self._warnings(reports, y[a], sketched.y[group], n_allowed)))
         return Answer(
             answers, self.store.generation, result.method, spec.score, spec.direction, self.store.n_rows, n_allowed, result.n_candidates, result.recall, timing
         )
 
+    def _found(self, ranking: Ranking, a: int, timing: dict[str, float]) -> list[Found]:
+        """The ranked rows of one answer, read from the store."""
+        n = int(ranking.counts[a])
+        with _timed(timing, "rows"):
+            rows = self.store.rows(ranking.positions[a, :n])
+        return [Found(row, float(score)) for row, score in zip(rows, ranking.scores[a, :n], strict=True)]
+
+    def _rescored(self, found: Sequence[list[Found] | None], prepared: Prepared, sketched: Sketched, group: list[int]) -> list[list[Found] | None]:
+        """The same rows with their uncompressed influence, ordered by it; both directions in one pass of the model."""
+        rows = {f.row.position: f.row for some in found if some for f in some}
+        examples = {position: example_of(row, self.loaded) for position, row in rows.items()}
+        queries, weights = [sketched.examples[i] for i in group], [float(prepared.signs[i]) for i in group]
+        parts = dict(zip(examples, self._rescorer.by_position(queries, weights, list(examples.values())), strict=True))
+        ordered: list[list[Found] | None] = []
+        for some, sign in zip(found, (-1, 1), strict=True):
+            if some is None:
+                ordered.append(None)
+                continue
+            new = [Found(f.row, f.score, float(parts[f.row.position].sum()), self.tokens(examples[f.row.position], parts[f.row.position])) for f in some]
+            ordered.append(sorted(new, key=lambda f: (sign * (f.rescored or 0.0), f.row.position)))
+        return ordered
+
+    @cached_property
+    def _rescorer(self) -> Rescorer:
+        folder = self.store.full_dir
+        assert folder is not None  # refused in prepare
+        return Rescorer(self.loaded, Curvature.load(folder))
+
     def _hits(
         self,
-        ranking: Ranking,
-        a: int,
+        found: Sequence[Found],
         spec: QuerySpec,
         y: NDArray[np.float32],
-        sketched: Sketched,
         prepared: Prepared,
+        sketched: Sketched,
         group: list[int],
         timing: dict[str, float],
     ) -> list[Hit]:
-        n = int(ranking.counts[a])
-        positions, scores = ranking.positions[a, :n], ranking.scores[a, :n]
-        with _timed(timing, "rows"):
-            rows = self.store.rows(positions[: spec.top_k].tolist())
         shares: list[list[list[float]]] | None = None
         if sketched.by_position is not None:
             with _timed(timing, "tokens"):
-                shares = self._shares(positions[: spec.top_k], y, spec, sketched, prepared, group)
+                shares = self._shares(np.array([f.row.position for f in found], np.int64), y, spec, sketched, prepared, group)
         return [
             Hit(
                 rank=i + 1,
-                position=int(positions[i]),
-                id=row.id,
-                score=float(scores[i]),
-                text=row.text,
-                metadata=row.metadata,
+                position=f.row.position,
+                id=f.row.id,
+                score=f.score,
+                text=f.row.text,
+                metadata=f.row.metadata,
+                rescored=f.rescored,
                 query_tokens=None if shares is None else [part[i] for part in shares],
+                tokens=f.tokens,
             )
-            for i, row in enumerate(rows)
+            for i, f in enumerate(found)
         ]
 
     def _shares(
@@ -242,18 +285,20 @@ class QueryEngine:
             found.append(Token(text, start, end, bool(example.target_mask[t]), float(weights[t])))
         return found
 
-    def _warnings(self, reports: Sequence[InputReport], y: NDArray[np.float32], n_allowed: int) -> list[str]:
+    def _warnings(self, reports: Sequence[InputReport], y: NDArray[np.float32], parts: NDArray[np.float32], n_allowed: int) -> list[str]:
+        """y (K,): what was searched for; parts (inputs, K): what it was summed from."""
         found = []
         threshold = self.store.manifest.coverage_threshold
-        for r in reports:
+        for i, r in enumerate(reports):
+            which = "this query" if len(reports) == 1 else f"input {i + 1}"
             if threshold is not None and r.coverage is not None and r.coverage < threshold:
                 found.append(
-                    f"coverage {r.coverage:.2f} is below {threshold:.2f}: this query lies outside what the index was fitted on, so its ranking is less reliable"
+                    f"coverage {r.coverage:.2f} is below {threshold:.2f}: {which} lies outside what the index was fitted on, so its ranking is less reliable"
                 )
             if r.truncated:
-                found.append(f"the query was truncated to {r.n_tokens:,} tokens")
-        if not y.any():
-            found.append("the queries cancel out: every score is 0")
+                found.append(f"{which} was truncated to {r.n_tokens:,} tokens")
+        if float(np.linalg.norm(y)) <= CANCELLED * float(np.linalg.norm(parts, axis=1).sum()):
+            found.append("the inputs cancel out: what is left of their gradients is rounding")
         if n_allowed == 0:
             found.append("no row is left to search: the filter, or the rows' flags, leave none")
         return found

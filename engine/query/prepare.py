@@ -80,6 +80,10 @@ def check_spec(spec: QuerySpec, limits: Limits) -> None:
             raise SettingError(f"{name} must be one of {', '.join(str(k) for k in known if k)}, not {value!r}", field=name)
     if spec.contrast and spec.aggregate == "each" and len(spec.contrast) not in (1, len(spec.queries)):
         raise SettingError(f"contrast has {len(spec.contrast)} entries for {len(spec.queries)} queries; give one, or one for each", field="contrast")
+    if spec.rescore and spec.top_k > spec.rescore_n:
+        raise SettingError(
+            f"top_k is {spec.top_k} but only rescore_n = {spec.rescore_n} results are re-scored; raise rescore_n or lower top_k", field="rescore_n"
+        )
     if spec.filter is not None:
         check_filter(spec.filter)
 
@@ -132,7 +136,9 @@ def tokenise(values: dict[str, Any], kind: DataKind, where: str, truncation: Tru
     if len(example) <= limit:
         return example
     if truncation == "error":
-        raise LimitError(f"{len(example):,} tokens; at most {limit:,} are allowed; shorten it, or say truncation left or right", code="too-long", field=where)
+        raise LimitError(
+            f"{where}: {len(example):,} tokens; at most {limit:,} are allowed; shorten it, or say truncation left or right", code="too-long", field=where
+        )
     if kind == "classification":
         if truncation == "left":
             raise SettingError("a classifier's input can only be truncated on the right", field="truncation")
@@ -145,7 +151,7 @@ def _truncate(example: Example, limit: int, side: Truncation, where: str) -> Exa
     targets = example.target_mask[keep].copy()
     targets[0] = False
     if not targets.any():
-        raise DataError(f"no target token is left after truncation on the {side}", field=where)
+        raise DataError(f"{where}: no target token is left after truncation on the {side}", field=where)
     assert not isinstance(example.labels, int)
     offsets = None if example.offsets is None else example.offsets[keep]
     return dataclasses.replace(example, input_ids=example.input_ids[keep], labels=example.labels[keep], target_mask=targets, offsets=offsets, truncated=True)
