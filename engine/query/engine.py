@@ -32,7 +32,6 @@ from engine.signs import FLAG_NO_TARGET, FLAG_NONFINITE
 from engine.sketcher import Sketcher
 from engine.store import Store, StoredRow
 
-
 CANCELLED = 1e-4  # coordinates are good to about this much in float32
 
 
