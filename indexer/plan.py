@@ -68,7 +68,7 @@ def estimate(
         spill=_FLOAT * width * len(samples.pca),
         shared=shared,
         rows=rows,
-        memory=max(min(2 * curvature, fit_budget(loaded, report.tracked, settings)), gram + 2 * plan.projection_bytes),
+        memory=max(fit_budget(loaded, report.tracked, settings), gram + 2 * plan.projection_bytes),
         model=sum(p.numel() * p.element_size() for p in loaded.model.parameters()),
         seconds=1.3 * passes / rate,
         keeps_curvature=keeps,
