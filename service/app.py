@@ -36,13 +36,13 @@ example LOWERS the query's loss (a proponent); a negative one raises it (an oppo
 STATUSES: dict[str, tuple[int, ...]] = {
     "/v1/influence": (400, 408, 413, 415, 422, 429, 503, 504),
     "/influence": (400, 408, 413, 415, 422, 429, 503, 504),
-    "/v1/examples": (400, 413, 415, 422, 503),
-    "/v1/examples/{id}": (400, 404, 413, 415, 422, 503),
+    "/v1/examples": (400, 422, 503),
+    "/v1/examples/{id}": (400, 404, 422, 503),
     "/v1/reload": (400, 403, 408, 409, 413, 415),
-    "/v1/info": (400, 413, 415),
-    "/readyz": (400, 413, 415, 503),
-    "/healthz": (400, 413, 415),
-    "/metrics": (400, 413, 415),
+    "/v1/info": (400,),
+    "/readyz": (400, 503),
+    "/healthz": (400,),
+    "/metrics": (400,),
 }
 
 

@@ -72,8 +72,8 @@ class Gate:
 
     async def _body(self, scope: Scope, headers: Headers, receive: Receive) -> Receive:
         """Read the whole body within the limits of size and time, then hand out the rest of the connection's messages (the disconnect)."""
-        if scope["method"] in ("GET", "HEAD", "OPTIONS") and "content-length" not in headers and "transfer-encoding" not in headers:
-            return receive
+        if scope["method"] in ("GET", "HEAD", "OPTIONS"):
+            return receive  # no handler reads a body there
         limit = self.settings.max_body_bytes
         too_large = ApiError("body-too-large", f"The body is larger than the limit of {limit:,} bytes.", headers={"Connection": "close"})
         declared = headers.get("content-length", "0")

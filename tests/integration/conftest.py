@@ -18,6 +18,7 @@ import pytest
 from indexer.index import index
 from indexer.settings import IndexSettings
 from service.client import InfluenceClient
+from tests.service.hostile_cases import cases
 
 
 def write_rows(path: Path, texts: tuple[str, ...], numbers: range) -> Path:
@@ -63,6 +64,11 @@ class Served:
         """Resident bytes."""
         pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.fixture(scope="session")
+def hostile_cases() -> list[tuple[str, bytes, dict[str, str]]]:
+    return cases()
 
 
 EOGP = [sys.executable, "-c", "from engine.cli import main; main()"]
