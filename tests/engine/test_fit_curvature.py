@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -244,3 +247,51 @@ def test_modules_that_see_other_shapes(family: str) -> None:
     influence = UncompressedInfluence(loaded, curvature)
     scores = influence.scores(examples[:2], examples)
     np.testing.assert_allclose(influence.token_scores(examples[:2], examples[3]).sum(1), scores[:, 3], rtol=1e-4, atol=1e-6 * np.abs(scores).max())
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import numpy as np, torch
+from transformers import GPT2Config, GPT2LMHeadModel
+from engine.example import Example
+from engine.fit_curvature import fit_curvature
+from engine.model import from_parts
+from engine.modules import track
+from engine.settings import FitSettings
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+loaded = from_parts(GPT2LMHeadModel(GPT2Config(vocab_size=320, n_positions=64, n_embd=24, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)))
+rng = np.random.default_rng(0)
+drawn = [rng.integers(1, 320, 10) for _ in range(8)]
+examples = [Example(str(i), ids, ids, np.arange(10) > 0, "") for i, ids in enumerate(drawn)]
+last, steps = int(sys.argv[2]), 0
+
+def progress(*_):
+    global steps
+    steps += 1
+    if steps == last:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+fit_curvature(loaded, track(loaded).tracked, examples, range(8), FitSettings(batch_tokens=40, fit_memory=80_000), checkpoint=Path(sys.argv[1]), progress=progress)
+print(steps)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_killed_anywhere_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    def run(folder: Path, last: int) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-c", KILLED, str(folder), str(last)], capture_output=True, text=True, check=False, timeout=120)
+
+    steps = int(run(tmp_path / "whole", 0).stdout)
+    whole = Curvature.load(tmp_path / "whole")
+    assert len(list((tmp_path / "whole").glob("group-*.safetensors"))) > 2
+    folder = tmp_path / "killed"
+    for last in (3, steps // 3, 5):  # in the first group, some groups on, soon after resuming
+        assert run(folder, last).returncode == -signal.SIGKILL
+        (folder / "group-99999.safetensors.partial").write_bytes(b"half a file")
+    finished = run(folder, 0)
+    assert finished.returncode == 0, finished.stderr
+    assert int(finished.stdout) < steps  # not from the start
+    assert_identical(whole, Curvature.load(folder))
