@@ -22,6 +22,7 @@ import frontier_kernels as kernels
 import frontier_texts as texts_only
 import numpy as np
 import outcomes
+import outcomes_removal
 import torch
 from frontier_baselines import Row
 from frontier_sketches import Fit, Lab, Plan, plan_of, srht_rows
@@ -58,7 +59,7 @@ def plans() -> list[Plan]:
     for width in (8192, 16384):
         found += [Plan("model", k, width, scale="unbiased", directions=0.65, refine=2) for k in (240, 1008, 2032)]
         found += [Plan("model", k, width, scale="unbiased", directions=0.65, refine=2, normalise=True) for k in (112, 240, 496, 1008, 2032)]
-    found += [Plan("model", k, 16384, scale="unbiased", directions=share, refine=2, normalise=True) for k, share in ((4080, 0.5), (8176, 0.125), (8176, 0.25))]
+    found += [Plan("model", k, 16384, scale="unbiased", directions=share, refine=2, normalise=True) for k, share in ((4080, 0.5), (8176, 0.125))]
     found += [Plan("layer", k, 16384, scale="unbiased", directions=0.65, refine=2, normalise=True) for k in (112, 496, 1008, 2032)]
     return found
 
@@ -234,7 +235,61 @@ def markdown(tables: dict[str, list[dict[str, Any]]], record: dict[str, Any]) ->
             figures = f"{cell(r['lds'])} | {cell(r['ndcg'])} | {r['spearman']:.2f} | {r['recall10']:.2f}"
             lines.append(f"| {r['name']} | {r['bytes']:,.0f} | {r['shared'] / 1e6:,.1f} | {figures} |")
         lines.append("")
+    for title in tables:
+        lines += [
+            f"## Comparisons, PCA {title}",
+            "",
+            "| ours | B | against the best of | | bytes | LDS difference | NDCG@20 difference, against |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for question, answers in record["tables"][title]["goals"].items():
+            for a in answers:
+                if "share" in a:
+                    lines.append(f"| {a['ours']} | {a['bytes']:,.0f} | {question} | | | {cell(a['share'])} | |")
+                else:
+                    lds, ndcg, which = a["lds"], a["ndcg"], a.get("baselines", "")
+                    what = f"{question}, {which}" if which else question
+                    lines.append(
+                        f"| {a['ours']} | {a['bytes']:,.0f} | {what} | {lds['against']} | {lds['its_bytes']:,.0f} | {cell(lds['difference'])} | {cell(ndcg['difference'])}, {ndcg['against']} |"
+                    )
+        lines.append("")
+    lines += ["## Correlation of 1-bit and fp16 scores (Pearson, mean over queries)", "", "| sketch | in sample | disjoint |", "|---|---|---|"]
+    bits = record["correlation of 1-bit and fp16 scores"]
+    lines += [f"| {name} | {value:.3f} | {bits['disjoint'][name]:.3f} |" for name, value in bits["in sample"].items()]
+    if "qld" in record:
+        lines += [
+            "",
+            f"## Removal of the top 5 % ({record['qld']['queries']} queries, {record['qld']['controls']} random controls): rise of the query's loss in nats",
+            "",
+        ]
+        lines += [f"- {name}: {cell(value)}" for name, value in record["qld"]["rise"].items() if name != "differences"]
+        lines += [f"- {name}: {cell(value)}" for name, value in record["qld"]["rise"]["differences"].items()]
+    lines.append("")
     return "\n".join(lines)
+
+
+def large_models() -> list[dict[str, Any]]:
+    """What the default keeps of the stage-1 coordinates of OLMo-2 1B and 7B, 256 bytes per example, under 1 GB and 8 GB of P."""
+    found = []
+    for name, layers, hidden, inner in (("OLMo-2 1B", 16, 2048, 8192), ("OLMo-2 7B", 32, 4096, 11008)):
+        kinds = [("q", hidden, hidden), ("k", hidden, hidden), ("v", hidden, hidden), ("o", hidden, hidden)]
+        kinds += [("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)]
+        shapes = [ShapedModule(f"layers.{i}.{kind}", i, d_out, d_in) for i in range(layers) for kind, d_out, d_in in kinds]
+        total = sum(u.d_out * u.d_in for u in shapes)
+        for size in (10**9, 8 * 10**9):
+            chosen = choose_budget(shapes, SketchSettings(bytes_per_example=256, projection_bytes=size), n_fit=8192)
+            kept = sum(chosen.m.values())
+            found.append(
+                {
+                    "model": name,
+                    "projection_bytes": size,
+                    "blocks": chosen.kind,
+                    "bits": sum(chosen.k.values()),
+                    "per_module": kept / len(shapes),
+                    "share": kept / total,
+                }
+            )
+    return found
 
 
 def plot(path: Path, tables: dict[str, list[dict[str, Any]]], chosen: dict[str, dict[int, Plan]], ceiling: float) -> None:
@@ -327,8 +382,11 @@ def main() -> None:
         "ceiling": float(metrics.mean(evidence.ceiling)),
         "tracked_parameters": sum(lab.sizes.values()),
         "correlation of 1-bit and fp16 scores": bits,
+        "default on large models": large_models(),
         "tables": record,
     }
+    if (outcomes.RESULTS / "removals.npz").exists():
+        result["qld"] = outcomes_removal.figures(outcomes.RESULTS / "removals.npz")
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "frontier.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     (args.out / "frontier.md").write_text(markdown(tables, result), encoding="utf-8")
