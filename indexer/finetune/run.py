@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import EarlyStoppingCallback, TrainerState, TrainingArguments
 
 from engine.errors import DataError, LimitError, ModelError, SettingError
@@ -81,7 +83,7 @@ def finetune(out: Path, settings: FinetuneSettings, reporter: Reporter | None = 
     trainer.add_callback(LossCurve(out / "loss.jsonl"))
     with reporter.stage("train", trainer.args.max_steps, "steps", step_of(resumed) if resumed else 0) as stage, stop_on_signals() as stop:
         trainer.add_callback(Progress(reporter, stage, stop))
-        with quiet_transformers():
+        with quiet_transformers(), out_of_memory(settings):
             result = trainer.train(resume_from_checkpoint=str(resumed) if resumed else None)
         if stop.set and trainer.state.global_step < trainer.args.max_steps:
             raise InterruptedRunError(f"{out}: stopped after step {trainer.state.global_step:,}; run the same command with --resume to go on from there")
@@ -111,6 +113,20 @@ def quiet_transformers() -> Iterator[None]:
         yield
     finally:
         transformers.utils.logging.set_verbosity(before)
+
+
+@contextmanager
+def out_of_memory(settings: FinetuneSettings) -> Iterator[None]:
+    """Raises LimitError saying what would help where memory runs out."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as e:
+        if isinstance(e, RuntimeError) and not isinstance(e, torch.OutOfMemoryError) and "can't allocate memory" not in str(e):
+            raise
+        raise LimitError(
+            f"out of memory with batch_size {settings.batch_size}: lower it and raise accumulate, or try gradient_checkpointing, or --method token-selection",
+            field="batch_size",
+        ) from e
 
 
 def describe(counts: dict[str, Any], held_out: int, loaded: LoadedModel, settings: FinetuneSettings) -> list[str]:
@@ -165,7 +181,9 @@ def check_settings(out: Path, settings: FinetuneSettings) -> None:
         )
     if settings.dtype not in ("auto", "float32"):
         raise SettingError("weights are trained in float32; for a lower precision of the passes use --precision", field="dtype")
-    if settings.precision == "float16" and settings.device == "cpu":
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise SettingError("fine-tuning runs in one process on one device; start it without a distributed launcher", field="device")
+    if settings.precision == "float16" and device(settings) == "cpu":
         raise SettingError("precision float16 needs a GPU; use bfloat16 or float32 on a CPU", field="precision")
     four_bit(settings)
     if settings.method in SelectionMethods:
@@ -207,7 +225,13 @@ def build_model(rows: Rows, settings: FinetuneSettings) -> LoadedModel:
 
 
 def device(settings: FinetuneSettings) -> str:
-    return ("cuda" if torch.cuda.is_available() else "cpu") if settings.device == "auto" else settings.device
+    """Raises SettingError for a device that is not there."""
+    if settings.device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    kind = settings.device.partition(":")[0]
+    if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
+        raise SettingError(f"device {settings.device!r} is not there; use auto or cpu", field="device")
+    return settings.device
 
 
 def classifies(settings: FinetuneSettings) -> bool:
@@ -294,7 +318,7 @@ def training_arguments(root: Path, settings: FinetuneSettings, loaded: LoadedMod
     total = max(1, int(per_epoch * settings.epochs + 0.5))
     eval_every, save_every = settings.eval_every or settings.save_every, settings.save_every or settings.eval_every
     log_every = max(n for n in range(1, 11) if (save_every or per_epoch) % n == 0)  # a logged mean never spans a checkpoint, so that resuming changes no line
-    return TrainingArguments(
+    arguments = TrainingArguments(
         output_dir=str(root),
         max_steps=total,
         learning_rate=settings.learning_rate,
@@ -324,6 +348,8 @@ def training_arguments(root: Path, settings: FinetuneSettings, loaded: LoadedMod
         dataloader_pin_memory=False,
         optim="adamw_torch",
     )
+    arguments._n_gpu = min(arguments.n_gpu, 1)  # several visible GPUs would mean DataParallel, which no method here is written for
+    return arguments
 
 
 def kept_step(state: TrainerState) -> int:
@@ -351,7 +377,7 @@ def save(out: Path, model: Any, loaded: LoadedModel, settings: FinetuneSettings,
         if loaded.tokenizer is not None:
             loaded.tokenizer.save_pretrained(partial)
         write_json(partial / "finetune.json", record)
-    except (OSError, RuntimeError) as e:
+    except (OSError, RuntimeError, SafetensorError) as e:
         shutil.rmtree(partial, ignore_errors=True)
         raise LimitError(f"{out}: the model could not be written ({str(e).splitlines()[0]}); make room, then go on with --resume") from e
     for path in sorted(partial.iterdir(), key=lambda p: p.name == "config.json"):

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch.nn import functional
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -134,7 +135,7 @@ class FinetuneTrainer(Trainer):
         try:
             super()._save_checkpoint(model, trial)
             seal(folder)
-        except (OSError, RuntimeError) as e:
+        except (OSError, RuntimeError, SafetensorError) as e:
             shutil.rmtree(folder, ignore_errors=True)
             reason = (str(e) or type(e).__name__).splitlines()[0]
             raise LimitError(

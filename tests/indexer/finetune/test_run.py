@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import math
+import os
 import shutil
+import signal
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, BertConfig, BertForSequenceClassification, BertModel
+from safetensors import SafetensorError
+from transformers import AutoConfig, BertConfig, BertForSequenceClassification, BertModel, PreTrainedModel
 
 from engine.errors import DataError, LimitError, NumericalError, SettingError
 from engine.model import load_model
@@ -25,6 +28,7 @@ from indexer.finetune.checkpoints import checkpoints
 from indexer.finetune.progress import read_curve
 from indexer.finetune.run import finetune
 from indexer.finetune.settings import FinetuneSettings
+from indexer.interruption import InterruptedRunError
 
 SENTENCES = [
     f"The {a} {b} sees a {c} in the {d}." for a in ("red", "old", "big") for b in ("cat", "dog") for c in ("bird", "fish") for d in ("garden", "house")
@@ -294,9 +298,63 @@ def test_a_full_disk_keeps_the_checkpoints_before(tmp_path: Path, text_data: str
     assert weights(tmp_path / "out") == weights(tmp_path / "whole")
 
 
+def test_a_full_disk_at_the_end_loses_nothing(tmp_path: Path, text_data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = new_gpt2(text_data)
+    plain = PreTrainedModel.save_pretrained
+
+    def full(self: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+        if Path(path).name == "partial":
+            raise SafetensorError("Error while serializing: I/O error: No space left on device")
+        plain(self, path, *args, **kwargs)
+
+    with monkeypatch.context() as patch, pytest.raises(LimitError, match=r"the model could not be written .*No space left.*--resume"):
+        patch.setattr(PreTrainedModel, "save_pretrained", full)
+        finetune(tmp_path / "out", settings)
+    assert not (tmp_path / "out" / "config.json").exists() and not (tmp_path / "out" / "partial").exists()
+    finetune(tmp_path / "out", settings.model_copy(update={"resume": True}))
+    finetune(tmp_path / "whole", settings)
+    assert weights(tmp_path / "out") == weights(tmp_path / "whole")
+
+
+def test_memory_that_runs_out_says_what_helps(tmp_path: Path, text_data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(trainer_module.FinetuneTrainer, "training_step", step)
+    with pytest.raises(LimitError, match="out of memory with batch_size 8: lower it"):
+        finetune(tmp_path / "out", new_gpt2(text_data))
+
+
+def test_a_signal_stops_behind_a_checkpoint(tmp_path: Path, text_data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = trainer_module.FinetuneTrainer.training_step
+
+    def step(self: Any, *args: Any) -> Any:
+        if self.state.global_step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(self, *args)
+
+    with monkeypatch.context() as patch, pytest.raises(InterruptedRunError, match="stopped after step 4; run the same command with --resume"):
+        patch.setattr(trainer_module.FinetuneTrainer, "training_step", step)
+        finetune(tmp_path / "out", new_gpt2(text_data))
+    assert checkpoints(tmp_path / "out" / "checkpoints")[-1].name == "checkpoint-4"
+    finetune(tmp_path / "out", new_gpt2(text_data, resume=True))
+    finetune(tmp_path / "whole", new_gpt2(text_data))
+    assert weights(tmp_path / "out") == weights(tmp_path / "whole")
+
+
+def test_bfloat16_passes_train_float32_weights(tmp_path: Path, text_data: str) -> None:
+    settings = new_gpt2(text_data, precision="bfloat16", method="token-selection", selected_tokens=6, epochs=6, eval_share=0.2)
+    finetune(tmp_path / "out", settings)
+    held_out = [line["eval_loss"] for line in read_curve(tmp_path / "out" / "loss.jsonl") if "eval_loss" in line]
+    assert held_out[-1] < held_out[0] - 0.1
+    assert load_model(ModelSettings(model=str(tmp_path / "out"), device="cpu")).dtype == torch.float32
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"device": "cuda"}, "device 'cuda' is not there"),
+        ({"device": "gpu7"}, "device 'gpu7' is not there"),
         ({"selected_tokens": 2.5, "method": "token-selection"}, "whole number"),
         ({"selected_tokens": 40, "method": "token-selection"}, r"selected_tokens 40 exceeds the longest training example, \d+ tokens"),
         ({"heads": 3}, "width 16 is not divisible by heads 3"),
