@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -22,10 +23,21 @@ import pyarrow.compute as pc
 
 from benchmarks.synthetic_store import synthetic_examples, synthetic_sketch
 from engine.blocks import BlockLayout
+from engine.data.reading import find_sources
+from engine.model import from_parts
+from engine.search import Searcher, SearchRequest
 from engine.store import Manifest, Store, StoreWriter
 from engine.store.manifest import SegmentEntry, SketchEntry
 from engine.store.rows import examples_table
 from engine.store.writer import segment_name
+from indexer.append import commit
+from indexer.compact import compact
+from indexer.delete import delete
+from indexer.duplicates import KnownIds
+from indexer.interruption import StopRequest
+from indexer.prepare import prepare
+from indexer.reporter import Reporter
+from indexer.verify import verify
 
 LAYOUT = BlockLayout(("model",), (2032,))  # 254 bytes of code and 2 of scale
 SHARD = 4096
@@ -34,13 +46,13 @@ import json, sys, time
 from engine.store import Store
 from indexer.process import resident
 before = resident()
-started = time.perf_counter()
+started, cpu = time.perf_counter(), time.process_time()
 store = Store.open(sys.argv[1])
-seconds = time.perf_counter() - started
+seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
 opened = resident()
 started = time.perf_counter()
 row = store.rows([store.position_of(f"row-{store.n_rows // 2}")])[0]
-print(json.dumps({"rows": store.n_rows, "open_seconds": seconds, "row_seconds": time.perf_counter() - started,
+print(json.dumps({"rows": store.n_rows, "seconds": seconds, "cpu_seconds": cpu, "row_seconds": time.perf_counter() - started,
                   "anonymous_before": before["anonymous"], "anonymous_open": opened["anonymous"], "mapped_open": opened["mapped"]}))
 """
 
@@ -77,30 +89,22 @@ def _renumbered(table: pa.Table, start: int) -> pa.Table:
     return table.combine_chunks()
 
 
-def timed(work: Callable[[], Any]) -> tuple[float, Any]:
-    started = time.perf_counter()
+def timed(work: Callable[[], Any]) -> tuple[dict[str, float], Any]:
+    """Wall-clock and processor seconds (of all threads), and the result."""
+    wall, cpu = time.perf_counter(), time.process_time()
     result = work()
-    return time.perf_counter() - started, result
+    return {"seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu}, result
 
 
-def append_rows(path: Path, work: Path, n: int) -> int:
+def append_rows(path: Path, work: Path, n: int, loaded: Any) -> int:
     """`eogp append` of n rows, all of it but the model: read, tokenise, check ids against the store, write, commit."""
-    from indexer.append import commit
-    from indexer.duplicates import KnownIds
-    from indexer.interruption import StopRequest
-    from indexer.prepare import prepare
-    from indexer.reporter import Reporter
-
     data = work / "more.jsonl"
     data.write_text(
         "".join(json.dumps({"id": f"new-{i}", "text": f"the king of number {i} and peace", "year": 3000}) + "\n" for i in range(n)), encoding="utf-8"
     )
-    loaded = tiny_model()
     with StoreWriter(path) as writer:
         store = Store.open(path)
         settings = store.data_settings().model_copy(update={"data": [str(data)]})
-        from engine.data.reading import find_sources
-
         with Reporter(log_json=True).stage("append") as stage:
             prepared = prepare(
                 find_sources(settings),
@@ -124,8 +128,6 @@ def tiny_model() -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-    from engine.model import from_parts
-
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE({token: i for i, token in enumerate([*alphabet, "<|end|>"])}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -135,8 +137,6 @@ def tiny_model() -> Any:
 
 def answers(path: Path) -> list[tuple[str, float]]:
     """Ids and scores of the ten best and worst rows for four random queries."""
-    from engine.search import Searcher, SearchRequest
-
     store = Store.open(path)
     y = np.random.default_rng(2).standard_normal((4, LAYOUT.total_k)).astype(np.float32)
     result = Searcher(store.segments, store.layout, store.c, excluded=store.excluded).search(SearchRequest(y, 10))
@@ -150,44 +150,40 @@ def answers(path: Path) -> list[tuple[str, float]]:
 def opened(path: Path) -> dict[str, Any]:
     """Open the store in a fresh process."""
     root = str(Path(__file__).parents[1])
-    ran = subprocess.run(
-        [sys.executable, "-c", OPEN, str(path)], capture_output=True, text=True, check=True, env={**__import__("os").environ, "PYTHONPATH": root}
-    )
+    ran = subprocess.run([sys.executable, "-c", OPEN, str(path)], capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": root})
     return dict(json.loads(ran.stdout))
 
 
 def measure(rows: int, work: Path, say: Callable[[str], None] = print) -> dict[str, Any]:
     """All figures, as a flat mapping."""
-    from indexer.compact import compact
-    from indexer.delete import delete
-    from indexer.verify import verify
-
     path = work / "store"
-    found: dict[str, Any] = {}
-    found["build_seconds"], _ = timed(lambda: build(path, rows))
+    found: dict[str, Any] = {"rows": rows}
+    loaded = tiny_model()
+    found["build"], _ = timed(lambda: build(path, rows))
     found["store_bytes"] = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
-    say(f"built {rows:,} rows, {found['store_bytes'] / 1e6:,.0f} MB, in {found['build_seconds']:.1f} s")
-    found |= {f"segmented_{k}": v for k, v in opened(path).items()}
+    say(f"built {rows:,} rows, {found['store_bytes'] / 1e6:,.0f} MB, {_clock(found['build'])}")
+    found["open"] = opened(path)
     say(
-        f"open: {found['segmented_open_seconds']:.3f} s, {found['segmented_anonymous_open'] / 1e6:,.0f} MB anonymous memory ({found['segmented_anonymous_before'] / 1e6:,.0f} before)"
+        f"open: {_clock(found['open'])}, {found['open']['anonymous_open'] / 1e6:,.0f} MB of memory besides mapped files ({found['open']['anonymous_before'] / 1e6:,.0f} before)"
     )
     before = answers(path)
-    found["append_seconds"], _ = timed(lambda: append_rows(path, work, 1000))
-    say(f"append of 1,000: {found['append_seconds']:.2f} s")
-    found["delete_seconds"], (_, n) = timed(lambda: delete(path, where={"field": "year", "in": [1800, 1900, 3000]}))
-    found["deleted"] = n
-    say(f"delete by filter: {found['delete_seconds']:.2f} s, {n:,} rows")
+    found["append"], _ = timed(lambda: append_rows(path, work, 1000, loaded))
+    say(f"append of 1,000: {_clock(found['append'])}")
+    found["delete"], (_, found["deleted"]) = timed(lambda: delete(path, where={"field": "year", "in": [1800, 1900, 3000]}))
+    say(f"delete by filter: {_clock(found['delete'])}, {found['deleted']:,} rows")
     kept = answers(path)
-    found["compact_seconds"], (_, removed, segments) = timed(lambda: compact(path))
-    found |= {"removed": removed, "segments": segments, "same_answers": answers(path) == kept, "answers_moved_by_deletion": before != kept}
-    say(f"compact: {found['compact_seconds']:.1f} s, {removed:,} rows removed, {segments} segments, same answers: {found['same_answers']}")
-    found["verify_seconds"], faults = timed(lambda: verify(path))
+    found["compact"], (_, removed, segments) = timed(lambda: compact(path))
+    found |= {"removed": removed, "segments": segments, "same_answers": answers(path) == kept, "answers": len(before)}
+    say(f"compact: {_clock(found['compact'])}, {removed:,} rows removed, {segments} segments, same answers: {found['same_answers']}")
+    found["verify"], faults = timed(lambda: verify(path, reporter=Reporter(log_json=True)))
     found["faults"] = len(faults)
-    found |= {f"compacted_{k}": v for k, v in opened(path).items()}
-    say(
-        f"after compaction: open {found['compacted_open_seconds']:.3f} s, {found['compacted_anonymous_open'] / 1e6:,.0f} MB; verify {found['verify_seconds']:.1f} s"
-    )
+    found["open_compacted"] = opened(path)
+    say(f"after compaction: open {_clock(found['open_compacted'])}; verify {_clock(found['verify'])}")
     return found
+
+
+def _clock(t: dict[str, float]) -> str:
+    return f"{t['seconds']:.2f} s ({t['cpu_seconds']:.2f} s of processor time)"
 
 
 def main() -> None:

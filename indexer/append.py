@@ -101,7 +101,7 @@ def commit(store: Store, writer: StoreWriter, prepared: Prepared, segments: list
             "files": {**before.files, **writer.segment_entries(int(s.name) for s in segments)},
         }
     )
-    counts, flagged = count_flags(Store(store.path, "draft", manifest.model_copy(update={"deleted": 0})), first=store.n_rows)
+    counts, flagged = count_flags([writer.segment_path(int(s.name)) for s in segments])
     update = {"counts": add_counts(before.counts, {**counts_of(prepared), **counts}), "flagged": {**before.flagged, **flagged}}
     return writer.commit(manifest.model_copy(update=update), store.deleted)
 

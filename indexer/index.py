@@ -231,7 +231,7 @@ class Indexing:
                     shutil.copytree(self._full, folder, dirs_exist_ok=True)
             stage.advance()
             draft = Store(self.store, "draft", manifest)
-            counts, flagged = count_flags(draft)
+            counts, flagged = count_flags([self.writer.segment_path(int(s.name)) for s in manifest.segments])
             left_out = np.load(self.job.sketch / LEFT_OUT)
             searcher = Searcher(draft.segments, draft.layout, draft.c, excluded=draft.excluded)
             recall = candidate_recall(searcher, left_out["y"], left_out["positions"])

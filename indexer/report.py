@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from engine.signs import FLAG_NO_TARGET, FLAG_NONFINITE, FLAG_ZERO
-from engine.store import Manifest, Store
+from engine.store import Manifest
 from engine.store.files import write_file
 from engine.store.manifest import read_manifest
+from engine.store.rows import fixed_width
+from engine.store.segment import ROWS, read_table
 from indexer.prepare import Prepared
 from indexer.reporter import Reporter, clock, size
 
@@ -22,13 +25,19 @@ LISTED = 1000
 _NUMBER = re.compile(r"\d[\d,.]*")
 
 
-def count_flags(store: Store, first: int = 0) -> tuple[dict[str, Any], dict[str, str]]:
-    """Counts of flagged rows by reason, and {running number: reason} of the first 1,000, from position `first` on."""
-    flags = store.column("flags")[first:]
-    bad = np.flatnonzero(flags)
-    rows = store.column("row")[first:][bad]
-    named = {str(int(row)): reason_of(int(flag)) for row, flag in zip(rows[:LISTED], flags[bad][:LISTED], strict=True)}
-    return {"flagged": dict(Counter(reason_of(int(f)) for f in flags[bad]))}, named
+def count_flags(segments: Sequence[Path]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Counts of flagged rows of some segments by reason, and {running number: reason} of the first 1,000."""
+    counts: Counter[str] = Counter()
+    named: dict[str, str] = {}
+    for folder in segments:
+        table = read_table(folder / ROWS)
+        flags, rows = fixed_width(table.column("flags")), fixed_width(table.column("row"))
+        for i in np.flatnonzero(flags).tolist():
+            reason = reason_of(int(flags[i]))
+            counts[reason] += 1
+            if len(named) < LISTED:
+                named[str(int(rows[i]))] = reason
+    return {"flagged": dict(counts)}, named
 
 
 def reason_of(flag: int) -> str:

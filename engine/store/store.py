@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -15,12 +15,15 @@ from numpy.typing import NDArray
 
 from engine.blocks import BlockLayout
 from engine.data.settings import DataSettings
-from engine.errors import StoreError
+from engine.errors import SettingError, StoreError
 from engine.settings import ModelSettings
 from engine.store.manifest import DELETED, Manifest, current_generation, read_manifest
 from engine.store.rows import SKETCHED, fixed_width, mask_of, metadata_at, metadata_table
 from engine.store.segment import Segment
 from engine.store.verify import check_files
+
+if TYPE_CHECKING:
+    from engine.query import QueryAnswer, QueryEngine
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,7 @@ class Store:
 
     def __init__(self, path: Path, generation: str, manifest: Manifest) -> None:
         self.path, self.generation, self.manifest = path, generation, manifest
+        self._engine: tuple[str | None, QueryEngine] | None = None
         self.layout: BlockLayout = manifest.layout
         self.c: NDArray[np.float32] = np.array(manifest.sketch.c, np.float32)
         self.segments: list[Segment] = []
@@ -83,6 +87,24 @@ class Store:
                     raise
                 continue  # compacted away while it was being opened
         raise AssertionError("unreachable")
+
+    def query(self, *, model: str | None = None, **asked: Any) -> QueryAnswer:
+        """Ask one question without a server: store.query(prompt="The capital of Peru is", completion=" Lima", top_k=5).
+
+        asked: the fields of `engine.query.QueryInput` (text; prompt and completion; messages; input_ids; ...) and of `QuerySpec` (top_k, score, direction,
+        filter, ...). model: where the store's model is now; it is loaded once and kept. Raises UserError naming the field, ModelError for another model.
+        """
+        from engine.query import QueryEngine, QueryInput, QuerySpec  # they open stores themselves
+
+        if self._engine is None or model not in (None, self._engine[0]):
+            self._engine = (model, QueryEngine.of(self, ModelSettings(model=model) if model else None))
+        inputs = {f.name for f in fields(QueryInput)}
+        unknown = set(asked) - inputs - {f.name for f in fields(QuerySpec)}
+        if unknown:
+            raise SettingError(f"query has no field {sorted(unknown)[0]!r}", field=sorted(unknown)[0])
+        asked.setdefault("queries", (QueryInput(**{k: v for k, v in asked.items() if k in inputs}),))
+        spec = QuerySpec(**{k: v for k, v in asked.items() if k not in inputs})
+        return self._engine[1].answer([spec])[0].answers[0]
 
     def _flags(self) -> NDArray[np.uint8]:
         return np.concatenate([s.column("flags") for s in self.segments]) if self.segments else np.zeros(0, np.uint8)

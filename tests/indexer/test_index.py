@@ -16,7 +16,7 @@ from engine.cli import build
 from engine.data.reading import Row
 from engine.data.settings import DataSettings
 from engine.data.tokens import to_example
-from engine.errors import DataError, StoreError
+from engine.errors import DataError, SettingError, StoreError
 from engine.model import load_model
 from engine.settings import ModelSettings
 from engine.sketcher import Sketcher
@@ -141,3 +141,17 @@ def test_events_are_json_lines(tmp_path: Path, index_settings: Make, capfd: pyte
     stages = [e["stage"] for e in events if e["event"] == "stage" and e["state"] == "finished"]
     assert stages == ["prepare", "curvature", "projection", "sketch", "finish"]
     assert events[-1]["event"] == "report" and events[-1]["counts"]["rows"] == 20
+
+
+def test_a_store_answers_without_a_server(built: Path, tiny_model_folder: Path) -> None:
+    import engine
+
+    store = engine.Store.open(built)
+    text = store.rows([5])[0].text
+    answer = store.query(text=text, top_k=3, score="cosine", direction="proponents")
+    assert answer.proponents is not None and answer.opponents is None and len(answer.proponents) == 3
+    assert answer.proponents[0].text == text and answer.proponents[0].score > 0.5
+    again = store.query(prompt="The Peru of", completion=" number", model=str(tiny_model_folder))
+    assert again.proponents and again.proponents[0].score >= again.proponents[-1].score
+    with pytest.raises(SettingError, match="no field 'top'"):
+        store.query(text=text, top=3)
