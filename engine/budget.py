@@ -10,13 +10,15 @@ import torch
 
 from engine.blocks import SCALE_BYTES, BlockKind, BlockLayout, blocks_of
 from engine.errors import SettingError
-from engine.fit_projection import fit_projection
+from engine.fit_projection import BITS_PER_DIRECTION, fit_projection
 from engine.pca import Coordinates
 from engine.projection import Method, Projection
+from engine.quantised import PER_BYTE
 from engine.settings import SketchSettings
 from engine.signs import ScaleKind
 
 PAPER_K, PAPER_M = 2048, 8192
+DIRECTIONS, REFINE = 0.65, 2  # principal directions per bit, passes over the signs: docs/sketch-design.md
 _FP16 = 2
 
 
@@ -34,6 +36,28 @@ class Shaped(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class StoredForm:
+    """How many bytes P takes: per stage-1 coordinate (`row`) and per block besides (`frame`)."""
+
+    method: Method
+    directions: float | None
+    quantise: bool
+    n_fit: int
+
+    def columns(self, k: int) -> int:
+        """Entries of P per stage-1 coordinate, for a block of k bits."""
+        return k if self.directions is None else max(min(round(self.directions * k), self.n_fit), 1)
+
+    def row(self, k: int) -> int:
+        if self.method == "srht":
+            return 0
+        return -(-self.columns(k) // PER_BYTE) + _FP16 if self.quantise else _FP16 * self.columns(k)
+
+    def frame(self, k: int) -> int:
+        return 0 if self.directions is None else _FP16 * self.columns(k) * k
+
+
+@dataclass(frozen=True, slots=True)
 class SketchPlan:
     """What will be built: blocks {block: modules}, k {block: bits}, m {module: stage-1 coordinates}, and why, in sentences for the user.
 
@@ -47,6 +71,7 @@ class SketchPlan:
     m: dict[str, int]
     rotate: bool
     scale: ScaleKind
+    n_fit: int
     normalise: bool = False
     directions: float | None = None
     refine: int = 0
@@ -65,8 +90,9 @@ class SketchPlan:
 
     @property
     def projection_bytes(self) -> int:
-        """Size of P in fp16; 0 for the SRHT."""
-        return 0 if self.method == "srht" else _FP16 * sum(self.k[block] * self.m[name] for block, members in self.blocks.items() for name in members)
+        """Size of P as it will be stored; 0 for the SRHT."""
+        form = StoredForm(self.method, self.directions, self.quantise, self.n_fit)
+        return sum(form.frame(self.k[block]) + form.row(self.k[block]) * sum(self.m[name] for name in members) for block, members in self.blocks.items())
 
     def fit(self, z: Coordinates, *, seed: int, device: torch.device | str = "cpu") -> Projection:
         """Fit stage 2 as planned on z {module: (n, m_u) float32}; see `fit_projection`."""
@@ -107,7 +133,7 @@ class SketchPlan:
 
 
 def choose_budget(modules: Sequence[Shaped], settings: SketchSettings, *, n_fit: int) -> SketchPlan:
-    """Pick what the settings leave open. n_fit: examples that the PCA is fitted on, the bound on a block's bits.
+    """Pick what the settings leave open. n_fit: examples that the PCA is fitted on, the bound on a block's directions.
 
     Raises SettingError where a budget cannot hold even the smallest sketch, naming the smallest that can.
     """
@@ -115,104 +141,120 @@ def choose_budget(modules: Sequence[Shaped], settings: SketchSettings, *, n_fit:
         raise SettingError("the model has no tracked module to sketch")
     if n_fit < 1:
         raise SettingError("the projection needs at least one fitting example")
-    why: list[str] = []
-    paper = settings.method == "paper"
-    method: Method = "srht" if settings.method == "eogp-r" else "pca"
-    kind = settings.blocks or ("module" if paper else _choose_blocks(modules, settings, n_fit, method, why))
-    blocks = blocks_of([(u.name, u.layer) for u in modules], kind)
-    if paper and settings.blocks is None:
-        why.append(f"blocks = module, k = {settings.k or PAPER_K}, m = {settings.m or PAPER_M}: the paper's configuration; the two budgets are not applied")
-    sizes = {u.name: u.d_out * u.d_in for u in modules}
-    k = _bits(blocks, sizes, settings, n_fit, method, paper, why)
-    m = _widths(blocks, sizes, k, settings, method, paper, why)
-    rotate = settings.rotate if settings.rotate is not None else not paper and method == "pca"
-    scale: ScaleKind = settings.scale or ("l1" if paper or not (rotate or method == "srht") else "unbiased")
-    return SketchPlan(method, kind, blocks, k, m, rotate, scale, explicit_k=settings.k is not None, why=why)
+    return _Choice(modules, settings, n_fit).plan()
 
 
-def _choose_blocks(modules: Sequence[Shaped], settings: SketchSettings, n_fit: int, method: Method, why: list[str]) -> BlockKind:
-    """The largest blocks whose rank does not waste the bytes per example."""
-    kinds: tuple[BlockKind, ...] = ("model", "layer", "module")
-    pairs = [(u.name, u.layer) for u in modules]
-    fitting: BlockKind = "model"
-    for kind in kinds:
-        blocks = blocks_of(pairs, kind)
-        if len(blocks) * (SCALE_BYTES + 1) > settings.bytes_per_example:
-            break
-        fitting = kind
-        bits = settings.k or _even_bits(len(blocks), settings.bytes_per_example)
-        if method == "srht" or bits <= n_fit:
-            break
-    n = len(blocks_of(pairs, fitting))
-    why.append(
-        f"blocks = {fitting} ({n}): one PCA over many modules needs the fewest bytes per example for the same quality"
-        + (
-            ""
-            if fitting == "model"
-            else f"; a single block could not use {settings.bytes_per_example} bytes, as {n_fit} fitting examples span at most {n_fit} bits each"
+class _Choice:
+    """One pass through the decisions; `why` collects the reasons."""
+
+    def __init__(self, modules: Sequence[Shaped], settings: SketchSettings, n_fit: int) -> None:
+        self.pairs = [(u.name, u.layer) for u in modules]
+        self.sizes = {u.name: u.d_out * u.d_in for u in modules}
+        self.settings = settings
+        self.n_fit = n_fit
+        self.paper = settings.method == "paper"
+        self.method: Method = "srht" if settings.method == "eogp-r" else "pca"
+        self.factored = settings.method == "default" and settings.rotate is not False
+        self.form = StoredForm(self.method, DIRECTIONS if self.factored else None, self.factored, n_fit)
+        self.why: list[str] = []
+
+    def plan(self) -> SketchPlan:
+        s = self.settings
+        kind = s.blocks or ("module" if self.paper else self._kind())
+        blocks = blocks_of(self.pairs, kind)
+        if self.paper:
+            self.why.append(f"blocks = {kind}, k = {s.k or PAPER_K}, m = {s.m or PAPER_M}: the paper's configuration; the two budgets are not applied")
+        k = dict.fromkeys(blocks, s.k or PAPER_K) if s.k is not None or self.paper else self._bits(blocks)
+        if self.factored:
+            self.why.append(
+                f"{DIRECTIONS} principal directions per bit, signs chosen together, P at two bits per entry, PCA of normalised gradients: measured best at equal bytes"
+            )
+        m = self._widths(blocks, k)
+        rotate = s.rotate if s.rotate is not None else not self.paper and self.method == "pca"
+        scale: ScaleKind = s.scale or ("unbiased" if rotate or self.method == "srht" else "l1")
+        return SketchPlan(
+            self.method,
+            kind,
+            blocks,
+            k,
+            m,
+            rotate,
+            scale,
+            self.n_fit,
+            normalise=self.factored,
+            directions=self.form.directions,
+            refine=REFINE if self.factored else 0,
+            quantise=self.form.quantise,
+            explicit_k=s.k is not None,
+            why=self.why,
         )
-    )
-    return fitting
 
+    def _limit(self, coordinates: int) -> int:
+        """Most bits of a block that the fitting set can fill."""
+        if self.method == "srht":
+            return coordinates
+        return min(self.n_fit, coordinates) * (BITS_PER_DIRECTION if self.factored else 1)
 
-def _even_bits(n_blocks: int, budget: int) -> int:
-    return 8 * max(budget // n_blocks - SCALE_BYTES, 0)
+    def _kind(self) -> BlockKind:
+        """The largest blocks whose rank does not waste the bytes per example."""
+        budget = self.settings.bytes_per_example
+        kinds: tuple[BlockKind, ...] = ("model", "layer", "module")
+        chosen: BlockKind = "model"
+        for kind in kinds:
+            n = len(blocks_of(self.pairs, kind))
+            if n * (SCALE_BYTES + 1) > budget:
+                break
+            chosen = kind
+            if (self.settings.k or 8 * max(budget // n - SCALE_BYTES, 0)) <= self._limit(sum(self.sizes.values())):
+                break
+        n = len(blocks_of(self.pairs, chosen))
+        reason = "one PCA over many modules needs the fewest bytes per example for the same quality"
+        if chosen != "model":
+            reason += (
+                f"; a single block could not use {budget} bytes, as {self.n_fit} fitting examples fill at most {self._limit(sum(self.sizes.values()))} bits"
+            )
+        self.why.append(f"blocks = {chosen} ({n}): {reason}")
+        return chosen
 
+    def _bits(self, blocks: Mapping[str, Sequence[str]]) -> dict[str, int]:
+        """k of each block: the bytes per example spread evenly; what does not divide goes to the first blocks."""
+        budget, n = self.settings.bytes_per_example, len(blocks)
+        if budget < n * (SCALE_BYTES + 1):
+            raise SettingError(
+                f"--bytes-per-example {budget} is too small for {n} blocks, which take at least {n * (SCALE_BYTES + 1)} bytes; raise it or use larger blocks",
+                field="bytes_per_example",
+            )
+        share, extra = divmod(budget - SCALE_BYTES * n, n)
+        k = {block: min(8 * (share + (b < extra)), self._limit(sum(self.sizes[name] for name in members))) for b, (block, members) in enumerate(blocks.items())}
+        low, high = min(k.values()), max(k.values())
+        payload = BlockLayout(tuple(k), tuple(k.values())).payload_bytes
+        self.why.append(f"k = {low}{f' to {high}' if high > low else ''} bits per block: {payload} of {budget} bytes per example")
+        return k
 
-def _bits(
-    blocks: Mapping[str, Sequence[str]], sizes: Mapping[str, int], settings: SketchSettings, n_fit: int, method: Method, paper: bool, why: list[str]
-) -> dict[str, int]:
-    """k of each block: as set, as in the paper, or the bytes per example spread evenly; whole bytes go to the first blocks."""
-    if settings.k is not None or paper:
-        return dict.fromkeys(blocks, settings.k or PAPER_K)
-    least = len(blocks) * (SCALE_BYTES + 1)
-    if settings.bytes_per_example < least:
-        raise SettingError(
-            f"--bytes-per-example {settings.bytes_per_example} is too small for {len(blocks)} blocks, which take at least {least} bytes; raise it or use larger blocks",
-            field="bytes_per_example",
+    def _widths(self, blocks: Mapping[str, Sequence[str]], k: Mapping[str, int]) -> dict[str, int]:
+        """Stage-1 coordinates per module: as set, as in the paper, or as wide as P's budget allows, the same for every module that has as many."""
+        sizes, budget = self.sizes, self.settings.projection_bytes
+        if self.settings.m is not None or self.paper:
+            return {name: min(self.settings.m or PAPER_M, size) for name, size in sizes.items()}
+        if self.method == "srht":
+            return {name: min(PAPER_M, size) for name, size in sizes.items()}
+        row = {name: self.form.row(k[block]) for block, members in blocks.items() for name in members}
+        frames = sum(self.form.frame(k[block]) for block in blocks)
+        least = frames + sum(row.values())
+        if budget < least:
+            raise SettingError(f"--projection-bytes {budget} is too small: one coordinate per module already takes {least} bytes", field="projection_bytes")
+        width, left, open_rows = 0, budget - frames, sum(row.values())
+        for name in sorted(sizes, key=lambda u: sizes[u]):  # modules smaller than the common width keep all and leave the rest to the others
+            width = max(left // open_rows, 1)
+            if sizes[name] >= width:
+                break
+            left -= sizes[name] * row[name]
+            open_rows -= row[name]
+        m = {name: min(width, size) for name, size in sizes.items()}
+        whole = m == sizes
+        used = frames + sum(row[name] * m[name] for name in sizes)
+        self.why.append(
+            f"m = {'all coordinates' if whole else f'{width} coordinates per module'}: P takes {used / 1e6:.1f} of {budget / 1e6:.0f} MB"
+            + ("" if whole else f" and stage 1 keeps {sum(m.values())} of {sum(sizes.values())} coordinates")
         )
-    code_bytes = settings.bytes_per_example - SCALE_BYTES * len(blocks)
-    share, extra = divmod(code_bytes, len(blocks))
-    k: dict[str, int] = {}
-    for b, (block, members) in enumerate(blocks.items()):
-        limit = sum(sizes[name] for name in members)
-        k[block] = min(8 * (share + (b < extra)), limit if method == "srht" else min(n_fit, limit))
-    payload = BlockLayout(tuple(k), tuple(k.values())).payload_bytes
-    why.append(
-        f"k = {min(k.values())}"
-        + (f" to {max(k.values())}" if len(set(k.values())) > 1 else "")
-        + f" bits per block: {payload} of {settings.bytes_per_example} bytes per example"
-    )
-    return k
-
-
-def _widths(
-    blocks: Mapping[str, Sequence[str]], sizes: Mapping[str, int], k: Mapping[str, int], settings: SketchSettings, method: Method, paper: bool, why: list[str]
-) -> dict[str, int]:
-    """Stage-1 coordinates per module: as set, as in the paper, or as wide as P's budget allows, the same for every module that has as many."""
-    if settings.m is not None or paper:
-        return {name: min(settings.m or PAPER_M, size) for name, size in sizes.items()}
-    if method == "srht":
-        return {name: min(PAPER_M, size) for name, size in sizes.items()}
-    bits = {name: k[block] for block, members in blocks.items() for name in members}
-    entries = settings.projection_bytes // _FP16
-    if entries < sum(bits.values()):
-        raise SettingError(
-            f"--projection-bytes {settings.projection_bytes} is too small: one coordinate per module already takes {_FP16 * sum(bits.values())} bytes",
-            field="projection_bytes",
-        )
-    width, left, open_bits = 0, entries, sum(bits.values())
-    for name in sorted(sizes, key=lambda u: sizes[u]):  # modules smaller than the common width keep all and leave the rest to the others
-        width = max(left // open_bits, 1)
-        if sizes[name] >= width:
-            break
-        left -= sizes[name] * bits[name]
-        open_bits -= bits[name]
-    m = {name: min(width, size) for name, size in sizes.items()}
-    whole = all(m[name] == size for name, size in sizes.items())
-    used = _FP16 * sum(bits[name] * m[name] for name in sizes)
-    why.append(
-        f"m = {'all coordinates' if whole else f'{width} coordinates per module'}: P takes {used / 1e6:.1f} of {settings.projection_bytes / 1e6:.0f} MB"
-        + ("" if whole else f" and stage 1 keeps {sum(m.values())} of {sum(sizes.values())} coordinates")
-    )
-    return m
+        return m

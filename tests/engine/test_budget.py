@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,9 +43,10 @@ def test_plans_stay_inside_both_budgets(layers: int, payload: int, projection: i
     assert plan.payload_bytes <= payload
     assert plan.projection_bytes <= projection
     assert all(1 <= plan.m[name] <= size for name, size in sizes.items())
-    assert max(plan.k.values()) <= n_fit
-    if any(plan.m[name] < sizes[name] for name in sizes):  # what is left of P's budget could not widen every open module by one
-        assert projection - plan.projection_bytes < 2 * sum(plan.k[b] for b, names in plan.blocks.items() for n in names if plan.m[n] < sizes[n]) + 2
+    assert max(plan.k.values()) <= 4 * n_fit
+    wider = replace(plan, m={name: min(plan.m[name] + 1, size) for name, size in sizes.items()})
+    if wider.m != plan.m:  # what is left of P's budget cannot widen every open module by one
+        assert wider.projection_bytes > projection
     assert plan.why
 
 
@@ -52,10 +54,22 @@ def test_one_block_where_the_fitting_set_spans_the_bits_and_layers_otherwise() -
     plan = choose_budget(model(4), settings(bytes_per_example=256), n_fit=5000)
     assert (plan.kind, plan.k, plan.payload_bytes) == ("model", {"model": 8 * 254}, 256)
     assert (plan.rotate, plan.scale, plan.method) == (True, "unbiased", "pca")
+    assert (plan.directions, plan.refine, plan.quantise, plan.normalise) == (0.65, 2, True, True)
     plan = choose_budget(model(4), settings(bytes_per_example=256), n_fit=500)
     assert plan.kind == "layer"
     assert set(plan.k.values()) == {8 * 62}
     assert any("500 fitting examples" in sentence for sentence in plan.why)
+
+
+def test_the_plan_fits_what_it_promises() -> None:
+    rng = np.random.default_rng(0)
+    for values in ({}, {"method": "eogp"}, {"method": "eogp-r"}, {"method": "paper", "k": 16}, {"rotate": False}):
+        plan = choose_budget(model(2), settings(bytes_per_example=10, projection_bytes=20000, **values), n_fit=40)
+        z = {name: rng.standard_normal((40, m)).astype(np.float32) for name, m in plan.m.items()}
+        projection = plan.fit(z, seed=0)
+        assert projection.layout == plan.layout
+        assert projection.projection_bytes == plan.projection_bytes
+        assert projection.scale == plan.scale
 
 
 def test_bytes_left_over_go_to_the_first_blocks() -> None:
@@ -68,6 +82,7 @@ def test_method_paper_is_the_papers_configuration() -> None:
     plan = choose_budget(model(2, d=128), settings(method="paper", projection_bytes=1000, bytes_per_example=3), n_fit=5000)
     assert (plan.kind, set(plan.k.values()), plan.rotate, plan.scale, plan.method) == ("module", {2048}, False, "l1", "pca")
     assert set(plan.m.values()) == {8192}
+    assert (plan.directions, plan.refine, plan.quantise, plan.normalise) == (None, 0, False, False)
     assert not plan.explicit_k
     assert choose_budget(model(2), settings(method="paper", k=64), n_fit=5000).explicit_k
 
@@ -86,15 +101,17 @@ def test_srht_stores_no_projection() -> None:
 
 def test_small_modules_leave_their_share_to_large_ones() -> None:
     modules = [Module("small", 0, 2, 5), Module("large", 0, 100, 100)]
-    plan = choose_budget(modules, settings(bytes_per_example=3, projection_bytes=2 * 8 * 1000), n_fit=100)
+    plan = choose_budget(modules, settings(method="eogp", bytes_per_example=3, projection_bytes=2 * 8 * 1000), n_fit=100)
     assert plan.m == {"small": 10, "large": 990}
+    plan = choose_budget(modules, settings(bytes_per_example=3, projection_bytes=2 * 8 * 1000), n_fit=100)
+    assert plan.m == {"small": 10, "large": (16000 - 5 * 8 * 2) // 4 - 10}
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"bytes_per_example": 8, "blocks": "module"}, "9 blocks, which take at least 27 bytes"),
-        ({"projection_bytes": 100}, "one coordinate per module already takes 36576 bytes"),
+        ({"projection_bytes": 100, "method": "eogp"}, "one coordinate per module already takes 36576 bytes"),
     ],
 )
 def test_budgets_that_hold_nothing_are_refused_with_the_number(values: dict[str, Any], message: str) -> None:
