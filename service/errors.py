@@ -37,6 +37,7 @@ CODES: dict[str, Code] = {
     "bad-setting": Code(422, "Two options contradict each other, or the store does not offer one", "Change or drop the option that the sentence names."),
     "bad-filter": Code(422, "The filter is not understood", "Use the grammar in the schema; fields are the store's metadata columns and `id`."),
     "too-long": Code(422, "A query is longer than the model takes", "Shorten it, or set truncation to left or right."),
+    "no-chat-template": Code(422, "The model has no chat template", "Ask with text, or with prompt and completion."),
     "token-out-of-range": Code(422, "A token id is not in the vocabulary", "Use the tokenizer of the store's model."),
     "label-out-of-range": Code(422, "The model has no such class", "Use one of the model's classes."),
     "limit-exceeded": Code(422, "The request is larger than a stated limit", "The limits are listed in GET /v1/info."),

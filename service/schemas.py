@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, m
 Score = Literal["influence", "cosine"]
 Direction = Literal["proponents", "opponents", "both"]
 Order = Literal["position", "self_influence", "loss"]
+MAX_FIELDS = 64
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
 
@@ -30,6 +31,14 @@ class Strict(BaseModel):
     """Base of everything that comes from a client."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, data: Any) -> Any:
+        """One error instead of one for each of a hundred thousand unknown fields."""
+        if isinstance(data, dict) and len(data) > MAX_FIELDS:
+            raise ValueError(f"{len(data):,} fields in one object; it has at most {len(cls.model_fields)}")
+        return data
 
 
 class Output(BaseModel):

@@ -40,7 +40,7 @@ def test_each_is_refused_quickly_while_others_are_answered(serve: Any, ask: Any,
             wrong: list[str] = []
             for name, content, headers in hostile:
                 seconds = []
-                for _ in range(3):  # the machine may be busy with others: the best of three is ours
+                for _ in range(8):  # the machine may be busy with others: the best of some is ours
                     started = time.perf_counter()
                     r = await client.post("/v1/influence", content=content, headers=headers)
                     seconds.append(time.perf_counter() - started)
