@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from engine.blocks import BlockLayout
 from engine.search.candidates import hamming_candidates, pick_candidates
 from engine.search.exhaustive import Scanner
-from engine.search.request import Score, SearchRequest, SearchResult, SegmentView, check, total_rows
+from engine.search.request import ArraySegment, Score, SearchRequest, SearchResult, SegmentView, check, total_rows
 from engine.search.scoring import decode, score_rows
 from engine.search.topk import best, ranking
 
@@ -129,11 +129,22 @@ class Searcher:
         n_scored = 0
         for largest in wanted:
             near = hamming_candidates(self.segments, self.layout, request.y, r, allowed, complement=not largest)
-            found[largest] = []
-            for q, positions in enumerate(near):
-                found[largest].append((positions, self.score(request.y[q : q + 1], positions, request.score)[0]))
-                n_scored += len(positions)
+            found[largest] = [self._best_of(p, request.y[q : q + 1], request, largest) for q, p in enumerate(near)]
+            n_scored += sum(len(p) for p in near)
         return found, n_scored
+
+    def _best_of(self, positions: NDArray[np.int64], y: NDArray[np.float32], request: SearchRequest, largest: bool) -> Found:
+        """The best rows among some positions, by (14)."""
+        if self.engine == "plain":
+            return positions, self.score(y, positions, request.score)[0]
+        positions = np.sort(positions)
+        codes = np.zeros((len(positions), self.layout.code_bytes), np.uint8)
+        scales = np.zeros((len(positions), self.layout.n_blocks), np.float16)
+        for s, inside in self._grouped(positions):
+            codes[inside], scales[inside] = s.codes[positions[inside] - s.base], s.scales[positions[inside] - s.base]
+        k = min(request.top_k, max(len(positions), 1))
+        ((rows, scores),) = self._scanner().best([ArraySegment(0, codes, scales)], y, k, request.score, [1 if largest else -1], None)[0]
+        return positions[rows], scores
 
 
 def _join(parts: Sequence[Found]) -> Found:

@@ -44,6 +44,13 @@ def test_scan_equals_plain(sketches: Any, k: Any, sizes: Any, score: Any, top: i
     compare(s, SearchRequest(s.y, top, score, "opponents"), excluded=allowed, threads=3)
 
 
+def test_candidates_are_scored_alike(sketches: Any) -> None:
+    s = sketches((64,), (30, 25), 3, seed=12)
+    for score in ("influence", "cosine"):
+        for candidates in (1, 20, 55):
+            compare(s, SearchRequest(s.y, 5, score, candidates=candidates, allowed=np.arange(55) % 4 != 0))
+
+
 def test_wide_groups_and_blocks_that_do_not_fill_them(sketches: Any) -> None:
     s = sketches((600, 13, 512), (230, 41), 3, seed=3)
     compare(s, SearchRequest(s.y, 20))
