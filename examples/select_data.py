@@ -32,7 +32,7 @@ def mean_loss(model: Path, texts: list[str]) -> float:
     loaded = load_model(ModelSettings(model=str(model)))
     total, tokens = 0.0, 0
     for i, text in enumerate(texts):
-        example = to_example(Row({"text": text}, "target", i + 1), loaded, DataSettings(kind="text"), training=False)
+        example = to_example(Row("target", i + 1, {"text": text}), loaded, DataSettings(kind="text"), training=False)
         stats = forward_backward(loaded, collate([example], [0], loaded.pad_id, loaded.device), "true", 0, lambda: None)
         total, tokens = total + float(stats.loss.sum()), tokens + int(stats.n_targets.sum())
     return total / tokens
