@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO ?= demo
 DEMO_LLM ?= demo-llm
-EXTRAS := cpu,peft,gguf,evaluate,dev
+EXTRAS := cpu,peft,gguf,evaluate,docs,dev
 CHECKED := engine indexer service tests examples benchmarks docs
 # One thread per process: tests run in two processes, and small matrices gain nothing from more.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
@@ -40,9 +40,13 @@ lint: $(VENV)/installed
 types: $(VENV)/installed
 	$(BIN)/mypy
 
+docs: $(VENV)/installed
+	$(BIN)/python docs/generate.py --check
+	$(BIN)/mkdocs build --quiet --strict
+
 format: $(VENV)/installed
 	$(BIN)/ruff check --fix $(CHECKED)
 	$(BIN)/ruff format $(CHECKED)
 
 clean:
-	rm -rf $(DEMO) $(DEMO_LLM) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(DEMO) $(DEMO_LLM) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache
