@@ -42,7 +42,7 @@ types: $(VENV)/installed
 
 docs: $(VENV)/installed
 	$(BIN)/python docs/generate.py --check
-	$(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 format: $(VENV)/installed
 	$(BIN)/ruff check --fix $(CHECKED)
