@@ -10,9 +10,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import hypothesis
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+hypothesis.settings.register_profile("shared-machine", deadline=None)  # time limits are pytest's; a busy machine must not fail a property
+hypothesis.settings.load_profile("shared-machine")
 
 TEXTS = (
     "The capital of Mongolia is Ulaanbaatar.",
