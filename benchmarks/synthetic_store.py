@@ -35,19 +35,15 @@ def synthetic_examples(rng: np.random.Generator, rows: range, words: int = 12, t
 
 def synthetic_sketch(rng: np.random.Generator, n: int, layout: BlockLayout, flagged: float = 0.0) -> Sketch:
     """n random sketches of a layout; a share of them flagged, their codes and scales 0."""
-    codes = np.packbits(_bits(rng, n, layout), axis=1, bitorder="little")
+    codes = np.frombuffer(rng.bytes(n * layout.code_bytes), np.uint8).reshape(n, layout.code_bytes).copy()
+    for end, k in zip(layout.byte_offsets[1:], layout.k, strict=True):
+        codes[:, end - 1] &= 0xFF >> (-k % 8)  # padding bits are 0
     scales = rng.lognormal(0, 0.5, (n, layout.n_blocks)).astype(np.float16)
     flags = (rng.random(n) < flagged).astype(np.uint8)
     codes[flags != 0], scales[flags != 0] = 0, 0
     return Sketch(
         codes, scales, rng.lognormal(0, 1, n).astype(np.float32), rng.gamma(4, 4, n).astype(np.float32), rng.integers(1, 64, n).astype(np.int32), flags
     )
-
-
-def _bits(rng: np.random.Generator, n: int, layout: BlockLayout) -> np.ndarray:
-    bits = np.zeros((n, 8 * layout.code_bytes), np.bool_)
-    bits[:, layout.bit_columns] = rng.integers(0, 2, (n, layout.total_k), dtype=np.uint8)
-    return bits
 
 
 def make_store(
