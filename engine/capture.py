@@ -20,7 +20,7 @@ from engine.example import Batch
 from engine.experts import ExpertLinear
 from engine.loss import Labels, LossStats, forward_backward
 from engine.model import LoadedModel
-from engine.modules import TrackedModule, bare
+from engine.modules import TrackedModule, bare, evaluation_mode
 
 Consume = Callable[[TrackedModule, Tensor, Tensor], None]
 
@@ -138,9 +138,9 @@ class _Run:
             calls.deltas.append(None)
         return output
 
-    def _arrived(self, tracked: TrackedModule, index: int, delta: Tensor) -> None:
+    def _arrived(self, tracked: TrackedModule, index: int, delta: Tensor | None) -> None:
         calls = self.calls[tracked.name]
-        calls.deltas[index] = delta.detach()
+        calls.deltas[index] = None if delta is None else delta.detach()  # autograd says None for a gradient that is zero throughout
         calls.waiting -= 1
         if calls.waiting == 0:
             self._emit(tracked, self.calls.pop(tracked.name))
@@ -233,15 +233,16 @@ def _joined(parts: list[Captured]) -> Captured:
 @contextmanager
 def _frozen(model: Any) -> Iterator[None]:
     """Inside, no weight requires a gradient and nothing drops out."""
-    training = model.training
+    training = [m for m in model.modules() if m.training]
     wanted = [p for p in model.parameters() if p.requires_grad]
     for p in wanted:
         p.requires_grad_(False)
-    model.eval()
+    if training:
+        evaluation_mode(model)
     try:
         yield
     finally:
         for p in wanted:
             p.requires_grad_(True)
-        if training:
-            model.train()
+        for m in training:
+            m.training = True

@@ -16,7 +16,7 @@ from engine.attention import choose_attention
 from engine.errors import ModelError
 from engine.experts import split_experts
 from engine.head import head_separates
-from engine.modules import bare
+from engine.modules import bare, evaluation_mode
 from engine.pooling import classifier_class
 from engine.settings import ModelSettings
 
@@ -73,11 +73,13 @@ def from_parts(
     config = inner.config.get_text_config() if hasattr(inner.config, "get_text_config") else inner.config
     has_adapters = hasattr(model, "peft_config")
     adapters_tracked = has_adapters and attribute_to == "adapters"
+    if any(getattr(getattr(p, "quant_state", None), "packing_format_for_cpu", False) for p in inner.parameters()):
+        raise ModelError(f"{source}: the 4-bit weights are packed for inference on a CPU and have no gradient; load the model anew", field="model")
     if has_adapters:
         _check_adapters(model.peft_config, adapters_tracked, source)
-    if not hasattr(model, "hf_device_map"):
+    if not hasattr(model, "hf_device_map") and not getattr(inner, "is_quantized", False):
         model.to(device)
-    model.eval()
+    evaluation_mode(model)
     model.requires_grad_(False)
     task: Task = "causal-lm" if _generates(inner) else "sequence-classification"
     if task == "sequence-classification" and inner.config.num_labels < 2:

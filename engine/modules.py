@@ -61,6 +61,14 @@ def bare(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
 
 
+def evaluation_mode(model: nn.Module) -> None:
+    """No dropout. bitsandbytes' 4-bit layers alone stay in training mode: in evaluation mode on a CPU they switch to a kernel without a gradient."""
+    model.eval()
+    for m in model.modules():
+        if type(m).__name__ == "Linear4bit" and type(m).__module__.startswith("bitsandbytes"):
+            m.training = True
+
+
 def layer_of(name: str) -> int:
     """Block index in a module's name ('model.layers.3.mlp.up_proj' -> 3), -1 where there is none."""
     found = _BLOCK.search(name)

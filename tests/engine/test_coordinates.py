@@ -145,3 +145,23 @@ def test_loading_refuses_another_model_and_a_missing_file(tiny_gpt2: Any, tiny_l
         CoordinateMap.load(tmp_path / "nowhere", loaded)
     with pytest.raises(ModelError, match="was selected, and the loaded model does not track it"):
         CoordinateMap.from_curvature(from_parts(tiny_llama), curvature, top(curvature, 3))
+
+
+def test_a_non_finite_example_spoils_nobody(model: Any, make_examples: Callable[..., list[Example]], worst_error: Any) -> None:
+    loaded = from_parts(model)
+    curvature = random_curvature(loaded)
+    coordinates = CoordinateMap.from_curvature(loaded, curvature, top(curvature, 50))
+    good, bad, other = make_examples(320, (6, 9, 12))
+    for e in (good, other):
+        e.input_ids[e.input_ids == 300] = 1
+    bad.input_ids[4] = 300
+    with torch.no_grad():
+        loaded.model.get_input_embeddings().weight[300] = float("nan")
+        if model.get_output_embeddings().weight is model.get_input_embeddings().weight:  # tied: the logits of the token would spoil everybody, rightly
+            model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.nan_to_num(), requires_grad=False)
+    found: dict[str, torch.Tensor] = {}
+    stats = coordinates.stream(collate([good, bad, other], range(3), loaded.pad_id), found.__setitem__)
+    assert torch.isfinite(stats.loss).tolist() == [True, False, True]
+    for place, example in ((0, good), (2, other)):
+        alone = coordinates(collate([example], [0], loaded.pad_id))
+        assert worst_error({n: z[place] for n, z in found.items()}, {n: z[0] for n, z in alone.items()}) <= 1e-4

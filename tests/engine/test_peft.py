@@ -91,3 +91,38 @@ def test_adapters_from_a_folder(tiny_model_folder: Path, tmp_path: Path, make_ex
     assert all(torch.allclose(a[n], b[n], rtol=1e-5, atol=1e-7) for a, b in zip(wanted, found, strict=True) for n in a)
     with pytest.raises(ModelError, match="cannot load adapters from"):
         load_model(ModelSettings(model=str(tiny_model_folder), adapters=str(tmp_path / "nothing"), device="cpu"))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.filterwarnings("ignore:MatMul8bitLt:UserWarning", "ignore:.*blocksize.*:UserWarning")
+def test_lora_on_a_quantised_base(
+    bits: int,
+    tiny_llama: Any,
+    tmp_path: Path,
+    make_examples: Callable[..., list[Example]],
+    captured_gradients: Any,
+    worst_error: Any,
+) -> None:
+    pytest.importorskip("bitsandbytes", reason="quantised base models need the package bitsandbytes")
+    from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=320, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, bos_token_id=0, eos_token_id=0)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    quantised = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32) if bits == 4 else BitsAndBytesConfig(load_in_8bit=True)
+    base = LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=quantised, dtype=torch.float32, device_map={"": "cpu"})
+    loaded = from_parts(with_lora(base))
+    report = track(loaded)
+    assert len(report.tracked) == 8 and all("lora_" in t.name for t in report.tracked)
+    examples = make_examples(320)
+    for example, found in zip(examples, captured_gradients(loaded, examples, report.tracked), strict=True):
+        weights = [t.module.weight for t in report.tracked]
+        for w in weights:
+            w.requires_grad_(True)
+        logits = bare(loaded.model)(input_ids=torch.from_numpy(example.input_ids)[None]).logits[0]
+        on = torch.from_numpy(example.target_mask[1:])
+        loss = torch.nn.functional.cross_entropy(logits[:-1][on], torch.from_numpy(example.input_ids)[1:][on], reduction="sum")
+        wanted = dict(zip((t.name for t in report.tracked), torch.autograd.grad(loss, weights), strict=True))
+        for w in weights:
+            w.requires_grad_(False)
+        assert worst_error(found, wanted) <= 1e-5
