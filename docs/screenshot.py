@@ -42,7 +42,8 @@ def capture(url: str, request: dict[str, object], target: Path, *, width: int, h
         WebDriverWait(driver, 60).until(lambda d: d.find_elements("css selector", ".hit"))
         driver.execute_script("document.querySelector('.side.pro .hit').focus()")
         time.sleep(0.5)  # colours fade in
-        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {"width": width, "height": height, "deviceScaleFactor": 1.5, "mobile": False})
+        tall = int(driver.execute_cdp_cmd("Page.getLayoutMetrics", {})["cssContentSize"]["height"])
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {"width": width, "height": min(tall, height), "deviceScaleFactor": 1.5, "mobile": False})
         time.sleep(0.3)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(base64.b64decode(driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png"})["data"]))
@@ -58,10 +59,10 @@ def main() -> None:
     parser.add_argument("--prompt", default="The capital of Mongolia is")
     parser.add_argument("--completion", default=" Ulaanbaatar")
     parser.add_argument("--score", default="influence")
-    parser.add_argument("--top-k", type=int, default=5)
+    parser.add_argument("--top-k", type=int, default=4)
     parser.add_argument("--dark", action="store_true")
     parser.add_argument("--width", type=int, default=1440)
-    parser.add_argument("--height", type=int, default=1120)
+    parser.add_argument("--height", type=int, default=1500)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "images" / "page.png")
     asked = parser.parse_args()
     command = [sys.executable, "-c", "from engine.cli import main; main()", "serve", str(asked.store), "--port", "0", "--log-level", "error"]

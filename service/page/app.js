@@ -6,6 +6,7 @@ import { chips, openExample } from "./example.js";
 
 const form = $("form");
 const state = { info: null, filters: [], running: null, last: null };
+const classifies = () => state.info?.model.task === "sequence-classification";
 const status = (text) => { $("status").textContent = text; };
 
 // --- what is asked
@@ -30,6 +31,7 @@ function readTurns() {
 
 function readQuery() {
   const kind = radio(form, "kind");
+  if (kind === "text" && classifies()) return { text: $("text").value, label: /^\d+$/.test($("label").value) ? Number($("label").value) : $("label").value };
   if (kind === "text") return { text: $("text").value };
   if (kind === "messages") return { messages: readTurns(), ...($("generate-chat").checked ? { generate: {} } : {}) };
   return { prompt: $("prompt").value, ...($("generate").checked ? { generate: {} } : { completion: $("completion").value }) };
@@ -37,6 +39,7 @@ function readQuery() {
 
 function missing(query) {
   if ("text" in query && !query.text) return ["text", "Write a text first."];
+  if (query.label === "") return ["label", "Write the class that the model gave."];
   if ("messages" in query && !query.messages.length) return ["add-turn", "Write a turn of the chat first."];
   if ("prompt" in query && query.generate && !query.prompt) return ["prompt", "Write a prompt first."];
   if ("prompt" in query && !query.generate && !query.completion) return ["completion", "Write what the model said, or let it answer."];
@@ -58,7 +61,7 @@ function readRequest() {
 function fill(query) {
   const kind = query.text !== undefined ? "text" : query.messages ? "messages" : "completion";
   radio(form, "kind", kind);
-  if (kind === "text") $("text").value = query.text;
+  if (kind === "text") { $("text").value = query.text; $("label").value = query.label ?? ""; }
   if (kind === "messages") {
     $("turns").replaceChildren();
     for (const m of query.messages) addTurn(m.role, m.content);
@@ -153,8 +156,7 @@ async function suggestions() {
 }
 
 async function welcome() {
-  const classifies = state.info.model.task === "sequence-classification";
-  const tries = classifies ? [] : await suggestions();
+  const tries = classifies() ? [] : await suggestions();
   const label = (q) => q.prompt + q.completion;
   show(h("div", { cls: "panel empty" }, h("h2", {}, "Ask about anything the model said"),
     h("p", {}, "You get the training examples that pushed the model towards saying it, and those that pushed it away. Point at a result to see which tokens it acts through."),
@@ -262,6 +264,10 @@ async function start() {
     $("rescore").disabled = !info.rescore;
     $("rescore-hint").hidden = info.rescore;
     $("top-k").max = info.limits.max_top_k;
+    form.querySelector(".kinds").hidden = classifies();
+    $("label-field").hidden = !classifies();
+    if (classifies()) radio(form, "kind", "text");
+    kindChanged();
     if (recall()) ask();
     else welcome();
   } catch (problem) {
@@ -277,7 +283,7 @@ form.addEventListener("change", (event) => {
 form.addEventListener("submit", (event) => { event.preventDefault(); ask(); });
 form.addEventListener("keydown", (event) => { if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) { event.preventDefault(); ask(); } });
 document.addEventListener("keydown", (event) => {
-  if (event.key === "/" && !/^(INPUT|TEXTAREA|SELECT)$/.test(document.activeElement.tagName)) { event.preventDefault(); select("ask"); $("prompt").focus(); }
+  if (event.key === "/" && !/^(INPUT|TEXTAREA|SELECT)$/.test(document.activeElement.tagName)) { event.preventDefault(); select("ask"); form.querySelector(".fields:not([hidden]) textarea").focus(); }
   if (event.key === "Escape") form.querySelector("details.more").open = false;
 });
 document.addEventListener("click", (event) => { const more = form.querySelector("details.more"); if (more.open && !more.contains(event.target)) more.open = false; });

@@ -17,8 +17,8 @@ export function h(tag, props = {}, ...children) {
 export const number = (x, digits = 3) => {
   if (x === null || x === undefined) return "–";
   const a = Math.abs(x);
-  if (a !== 0 && (a >= 1e5 || a < 1e-3)) return x.toExponential(2).replace("e", " e");
-  return x.toLocaleString("en", { maximumSignificantDigits: Math.max(digits, a >= 1000 ? 6 : digits) });
+  if (a !== 0 && (a >= 1e9 || a < 1e-3)) return x.toExponential(2).replace("e+", "e");
+  return x.toLocaleString("en", a >= 1000 ? { maximumFractionDigits: 0 } : { maximumSignificantDigits: digits });
 };
 export const size = (n) => (n >= 1e9 ? `${number(n / 1e9)} B` : n >= 1e6 ? `${number(n / 1e6)} M` : n >= 1e3 ? `${number(n / 1e3)} K` : number(n, 9));
 export const signed = (x) => (x > 0 ? "+" : "") + number(x).replace("-", "−");

@@ -43,6 +43,7 @@ class FakeBackend:
     rows: int = 100
     seconds: float = 0.0
     rescore: bool = False
+    task: str = "causal-lm"
     fail: Callable[[Sequence[Item]], None] | None = None
     next: Any = None
     batches: list[int] = field(default_factory=list)
@@ -50,7 +51,7 @@ class FakeBackend:
 
     @property
     def model(self) -> schemas.ModelInfo:
-        return schemas.ModelInfo(name="fake", task="causal-lm", parameters=1, device="cpu", dtype="float32", context=512, chat=True)
+        return schemas.ModelInfo(name="fake", task=self.task, parameters=1, device="cpu", dtype="float32", context=512, chat=True)
 
     @property
     def store(self) -> schemas.StoreInfo:

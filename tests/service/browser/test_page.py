@@ -164,6 +164,21 @@ def test_chat_text_and_generation(visit: Any) -> None:
     page.until(lambda: page.asked().queries[0].generate and page.asked().queries[0].prompt == "The capital of", "generation")
 
 
+def test_a_classifier_is_asked_with_text_and_class(visit: Any) -> None:
+    page = visit()
+    page.backend.task = "sequence-classification"
+    page.open()
+    page.until(lambda: page.one("#label-field"), "the class")
+    assert not any(e.is_displayed() for e in page.all(".kinds, #prompt"))
+    page.write("#text", "a fine film")
+    page.click("#ask")
+    assert "Write the class" in page.one(".notice.warn").text
+    for given, sent in (("positive", "positive"), ("1", 1)):
+        page.write("#label", given)
+        page.click("#ask")
+        page.until(lambda sent=sent: page.backend.requests and page.asked().queries[0].label == sent, "the request")
+
+
 def test_states_loading_empty_warning_error(visit: Any) -> None:
     page = visit()
     page.click("#ask")
