@@ -164,8 +164,8 @@ def _plain(column: Any) -> Any:
 
 
 def _scalar(value: Any, kind: pa.DataType) -> pa.Scalar:
-    # a float against an integer column compares as float64; an integer against a float column too
-    return pa.scalar(value) if isinstance(value, float) or pa.types.is_floating(kind) else pa.scalar(value, kind)
+    # numbers of another width or kind meet in a common type
+    return pa.scalar(value) if isinstance(value, int | float) and not isinstance(value, bool) else pa.scalar(value, kind)
 
 
 def _array(values: list[Any], kind: pa.DataType) -> pa.Array:
