@@ -1,8 +1,8 @@
 """Do influence rankings find wrong labels? MiniLM-L6 fine-tuned on movie snippets, 5 % of whose labels are flipped, then indexed with `eogp index`.
 
-    python benchmarks/wrong_labels.py train --work DIR --sdist vaderSentiment-3.3.2.tar.gz
-    python benchmarks/wrong_labels.py index --work DIR
-    python benchmarks/wrong_labels.py rank  --work DIR --sdist vaderSentiment-3.3.2.tar.gz      # writes benchmarks/results/wrong_labels.json
+    python benchmarks/wrong_labels.py --work DIR --sdist vaderSentiment-3.3.2.tar.gz      # writes benchmarks/results/wrong_labels.json
+
+The stages are train, index and rank; name one to start there. An interrupted index goes on where it was.
 
 Rankings, all read from the store: self-influence (||z||^2, kept per row), the sum of influences on 300 clean validation snippets (most harmful first, by
 equation (14)), its cosine variant, the training loss kept per row, and chance.
@@ -26,7 +26,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 RESULTS = Path(__file__).parent / "results" / "wrong_labels.json"
 N_TRAIN, N_VALIDATION, FLIPPED = 1000, 300, 0.05
 EPOCHS, LEARNING_RATE = 2, 1e-4
-FIT_EXAMPLES, BYTES = 500, 256
+FIT_EXAMPLES, BYTES = 400, 256
 SHARES = (0.05, 0.1, 0.2, 0.3)
 
 
@@ -130,16 +130,15 @@ def table(result: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["train", "index", "rank"])
+    parser.add_argument("start", nargs="?", default="train", choices=["train", "index", "rank"])
     parser.add_argument("--work", type=Path, default=Path("wrong-labels"))
     parser.add_argument("--sdist", type=Path)
     args = parser.parse_args()
-    if args.part == "train":
+    if args.start == "train":
         train(args.work, args.sdist)
-    elif args.part == "index":
+    if args.start != "rank":
         index(args.work)
-    else:
-        rank(args.work)
+    rank(args.work)
 
 
 if __name__ == "__main__":

@@ -152,6 +152,24 @@ def test_gradient_checkpointing_changes_nothing(build: Callable[[str], Any], nam
     assert_close(found[1], found[0], 1e-12)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+def test_autocast_keeps_every_gradient(build: Callable[[str], Any], name: str) -> None:
+    """Autocast caches weights cast in the first pass, where they carry no gradient: the second must not use those."""
+    selected = torch.tensor([[1, 4, 5, 11], [0, 2, 7, 8], [2, 3, 4, 5]])
+    found = []
+    for enabled in (False, True):
+        model = build(name)
+        ids, mask, labels = batch(model)
+        selection = TokenSelection(model)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            logits = selection(ids, mask, selected, torch.ones(3, 4, dtype=torch.bool))
+        found.append(gradients(model, loss_of(logits.float(), labels if labels.dim() == 1 else labels.gather(1, selected))))
+    large = [key for key, gradient in found[0].items() if float(gradient.norm()) > 1e-3]
+    assert any("weight" in key for key in large)
+    for key in large:
+        assert functional.cosine_similarity(found[0][key].flatten(), found[1][key].flatten(), dim=0).item() > 0.95, key
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_saved_bytes_follow_k(build: Callable[[str], Any], name: str) -> None:
     """Token-wise modules keep within 1.15 of k / L; what attention keeps for all positions is named as such."""
