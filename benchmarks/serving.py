@@ -1,8 +1,8 @@
 """The server under load, on loopback: overhead, throughput, correctness with 64 clients, overload and recovery.
 
-    python benchmarks/service.py [--work FOLDER] [--seconds 60]
+    python benchmarks/serving.py [--store STORE] [--work FOLDER] [--seconds 60]
 
-Makes a GPT-2 of about 1 million parameters and a store of 2,000 rows in the work folder once, starts `eogp serve` on it as a process of its own, and writes
+Without a store, makes a GPT-2 of about 1 million parameters and 2,000 rows in the work folder once. Starts `eogp serve` on it as a process of its own, and writes
 benchmarks/results/service.json. Server and clients share the machine.
 """
 
@@ -55,7 +55,7 @@ def make(work: Path, rows: int) -> tuple[Path, Path]:
         PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|endoftext|>", pad_token="<|endoftext|>").save_pretrained(model)
         torch.manual_seed(0)
         GPT2LMHeadModel(GPT2Config(vocab_size=512, n_positions=128, n_embd=128, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0)).save_pretrained(model)
-        index(store, IndexSettings(model=str(model), data=[str(work / "data.jsonl")], bytes_per_example=128, fit_examples=512, pca_examples=1500))
+        index(store, IndexSettings(model=str(model), data=[str(work / "data.jsonl")], bytes_per_example=64, fit_examples=256, pca_examples=600, m=1024))
     return model, store
 
 
@@ -154,19 +154,21 @@ async def measure(url: str, store: Path, seconds: float) -> dict[str, Any]:
 def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--store", type=Path, help="a store of a causal language model, for instance the demo's")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "eogp-service-benchmark")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--rows", type=int, default=2000)
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
-    _, store = make(options.work, options.rows)
+    store = options.store or make(options.work, options.rows)[1]
+    load = os.getloadavg()[0]
     process, url = start(store)
     try:
         result = asyncio.run(measure(url, store, options.seconds))
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(30)
-    result["machine"] = {"cores": os.cpu_count(), "processor": platform.machine(), "load_before": None}
+    result["machine"] = {"cores": os.cpu_count(), "processor": platform.machine(), "load_before": round(load, 1)}
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
