@@ -126,7 +126,7 @@ def demo(n: int, repeats: int) -> tuple[dict[str, Any], Callable[[], object]]:
     sketcher = Sketcher(loaded, coordinates, projection, batch_tokens=2048)
     found = {
         "model": f"demo GPT-2: 4 layers, 128 wide, vocabulary 4,096, {sum(t.n_parameters for t in tracked):,} tracked parameters",
-        "data": f"{n} windows of {LENGTH} tokens, batches of 2,048 tokens; m = 8,192 per module, one rotated block of {plan.k[0]} bits",
+        "data": f"{n} windows of {LENGTH} tokens, batches of 2,048 tokens; m = 8,192 per module, one rotated block of {next(iter(plan.k.values()))} bits",
         "used": used_share(coordinates),
         "pca": pca,
         "seconds": measure(loaded, examples, coordinates, sketcher, repeats),

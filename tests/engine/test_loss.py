@@ -81,8 +81,16 @@ def test_chunks_of_the_vocabulary_head_change_nothing(
     tracked = track(loaded).tracked
     examples = make_examples(320)
     whole = captured_gradients(loaded, examples, tracked, labels)
-    monkeypatch.setattr(engine.loss, "_CHUNK_BYTES", 4 * 320 * 3)
+    monkeypatch.setattr(engine.loss, "CHUNK_BYTES", 4 * 320 * 3)
+    rows: list[int] = []
+
+    def spy(logits: torch.Tensor, *rest: Any) -> Any:
+        rows.append(len(logits))
+        return cross_entropy(logits, *rest)
+
+    monkeypatch.setattr(engine.loss, "cross_entropy", spy)
     chunked = captured_gradients(loaded, examples, tracked, labels)
+    assert max(rows) == 3 and sum(rows) == sum(e.n_targets for e in examples)  # logits at target positions alone, three at a time
     for a, b in zip(whole, chunked, strict=True):
         assert all(torch.allclose(a[n], b[n], rtol=1e-10, atol=1e-12) for n in a)
 
