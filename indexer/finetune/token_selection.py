@@ -73,6 +73,11 @@ class TokenSelection:
         self._step = None
         self._recording = False
 
+    @property
+    def recorded_bytes(self) -> int:
+        """Keys and values of the first pass that are held now: none after a forward pass, except with gradient checkpointing."""
+        return sum(key.nbytes + value.nbytes for key, value, _ in self._step.recorded.values()) if self._step else 0
+
     def close(self) -> None:
         """Put the model's own attention implementation back."""
         self.release()

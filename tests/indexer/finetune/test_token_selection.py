@@ -147,8 +147,11 @@ def test_gradient_checkpointing_changes_nothing(build: Callable[[str], Any], nam
         ids, mask, labels = batch(model)
         selection = TokenSelection(model)
         loss = loss_of(selection(ids, mask, selected, torch.ones(3, 4, dtype=torch.bool)), labels if labels.dim() == 1 else labels.gather(1, selected))
+        heads = 2 if name == "llama" else 4  # keys and values of 2 layers, 3 rows, 13 positions, 4 wide, float64
+        assert selection.recorded_bytes == (2 * 2 * 3 * heads * T * 4 * 8 if checkpointing else 0)
         found.append(gradients(model, loss))
         selection.release()
+        assert selection.recorded_bytes == 0
     assert_close(found[1], found[0], 1e-12)
 
 
