@@ -19,6 +19,7 @@ from engine.signs import ScaleKind
 
 PAPER_K, PAPER_M = 2048, 8192
 DIRECTIONS, REFINE = 0.65, 2  # principal directions per bit, passes over the signs: docs/sketch-design.md
+SCRATCH, LEAST_SCRATCH, LEAST_FITTED = 32, 8 * 10**9, 4096  # bytes of float32 coordinates that fitting may spill per byte of P, and in all
 _FP16 = 2
 
 
@@ -243,18 +244,28 @@ class _Choice:
         least = frames + sum(row.values())
         if budget < least:
             raise SettingError(f"--projection-bytes {budget} is too small: one coordinate per module already takes {least} bytes", field="projection_bytes")
-        width, left, open_rows = 0, budget - frames, sum(row.values())
-        for name in sorted(sizes, key=lambda u: sizes[u]):  # modules smaller than the common width keep all and leave the rest to the others
-            width = max(left // open_rows, 1)
-            if sizes[name] >= width:
-                break
-            left -= sizes[name] * row[name]
-            open_rows -= row[name]
-        m = {name: min(width, size) for name, size in sizes.items()}
-        whole = m == sizes
+        width = level_width(sizes, row, budget - frames)
+        scratch = max(SCRATCH * budget, LEAST_SCRATCH)
+        fitted = level_width(sizes, dict.fromkeys(sizes, 4 * max(self.n_fit, LEAST_FITTED)), scratch)
+        m = {name: min(width, fitted, size) for name, size in sizes.items()}
         used = frames + sum(row[name] * m[name] for name in sizes)
+        if m == sizes:
+            self.why.append(f"m = all coordinates: P takes {used / 1e6:.1f} of {budget / 1e6:.0f} MB")
+            return m
         self.why.append(
-            f"m = {'all coordinates' if whole else f'{width} coordinates per module'}: P takes {used / 1e6:.1f} of {budget / 1e6:.0f} MB"
-            + ("" if whole else f" and stage 1 keeps {sum(m.values())} of {sum(sizes.values())} coordinates")
+            f"m = {max(m.values())} coordinates per module, {sum(m.values())} of {sum(sizes.values())}: P takes {used / 1e6:.1f} of {budget / 1e6:.0f} MB"
+            + (f"; wider would spill more than {scratch / 1e9:.0f} GB while the PCA is fitted" if fitted < width else "")
         )
         return m
+
+
+def level_width(sizes: Mapping[str, int], cost: Mapping[str, int], budget: int) -> int:
+    """The largest width w, at least 1, such that sum of cost * min(size, w) stays within the budget; no module needs more than its size."""
+    width, left, open_cost = 1, budget, sum(cost.values())
+    for name in sorted(sizes, key=lambda u: sizes[u]):  # modules smaller than the common width keep all and leave the rest to the others
+        width = max(left // open_cost, 1)
+        if sizes[name] >= width:
+            break
+        left -= sizes[name] * cost[name]
+        open_cost -= cost[name]
+    return width

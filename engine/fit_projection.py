@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from engine.blocks import BlockLayout
 from engine.errors import SettingError
-from engine.pca import Coordinates, Spectrum, gram, loading, random_frame, random_rotation, spectrum, squared_norms
+from engine.pca import DROP, DROP_FAST, Coordinates, Spectrum, gram, loading, random_frame, random_rotation, spectrum, squared_norms
 from engine.projection import Method, Projection
 from engine.quantised import DenseMatrix, Matrix, QuantisedMatrix
 from engine.signs import ScaleKind, geometric_mean_scale
@@ -52,6 +52,7 @@ def fit_projection(
         raise SettingError("the projection needs at least one fitting example")
     norms = squared_norms(z, names)
     weights = np.divide(1.0, np.sqrt(norms), out=np.zeros_like(norms), where=norms > 0) if normalise else None
+    product = torch.float32 if quantise else torch.float64  # two bits per entry need no more
     fit = _Fit(n, explicit_k, directions)
     matrices: dict[str, Matrix] = {}
     frames: list[torch.Tensor] = []
@@ -63,7 +64,7 @@ def fit_projection(
             hadamard.append(SRHT.draw(widths, fit.transform(block, wanted[block], sum(widths)), rng))
             fit.gain.append(hadamard[-1].gain)
             continue
-        found = spectrum(_weighted_gram(z, members, weights, device))
+        found = spectrum(_weighted_gram(z, members, weights, device, product), drop=DROP_FAST if quantise else DROP)
         bits, d = fit.components(block, wanted[block], found)
         fit.gain.append(2.0 ** -round(np.log2(sum(widths)) / 2))
         if directions is not None:
@@ -73,7 +74,7 @@ def fit_projection(
         else:
             left = loading(found, d, random_rotation(bits, rng) if rotate and directions is None else None, weights) / fit.gain[-1]
         for name in members:
-            p = torch.from_numpy(z[name].astype(np.float64)).to(left.device).T @ left
+            p = torch.from_numpy(np.array(z[name], np.float32)).to(left.device, product).T @ left.to(product)
             matrices[name] = QuantisedMatrix.quantise(p) if quantise else DenseMatrix(p.to("cpu", dtype))
     layout = BlockLayout(tuple(blocks), tuple(fit.k))
     projection = Projection(
@@ -105,8 +106,10 @@ def project_rows(projection: Projection, z: Coordinates, rows: int = 1024) -> ND
     return projection.finish(x).numpy()
 
 
-def _weighted_gram(z: Coordinates, members: Sequence[str], weights: NDArray[np.float64] | None, device: torch.device | str) -> torch.Tensor:
-    matrix = gram(z, members, device)
+def _weighted_gram(
+    z: Coordinates, members: Sequence[str], weights: NDArray[np.float64] | None, device: torch.device | str, product: torch.dtype
+) -> torch.Tensor:
+    matrix = gram(z, members, device, product=product)
     if weights is not None:
         w = torch.from_numpy(weights).to(matrix.device)
         matrix.mul_(w[:, None]).mul_(w)

@@ -124,3 +124,11 @@ def test_no_module_and_no_example_are_refused() -> None:
         choose_budget([], settings(), n_fit=10)
     with pytest.raises(SettingError, match="fitting example"):
         choose_budget(model(1), settings(), n_fit=0)
+
+
+def test_a_wide_stage_1_is_bounded_by_what_the_fit_spills() -> None:
+    for n_fit, spilled in ((100, 4096), (8192, 8192)):
+        plan = choose_budget(model(8, d=8192), settings(bytes_per_example=10, projection_bytes=10**9), n_fit=n_fit)
+        assert sum(plan.m.values()) * 4 * spilled <= 32 * 10**9 < (sum(plan.m.values()) + len(plan.m)) * 4 * spilled
+        assert plan.projection_bytes < 10**9 / 2
+        assert "wider would spill more than 32 GB" in plan.why[-1]

@@ -84,6 +84,17 @@ def test_column_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_allclose(again.project(tensors(z)), projected.project(tensors(z)), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("rows", [3, 7, 512])
+def test_gram_by_tiles_and_in_float32_products(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    z = coordinates(20)
+    whole = flat(z, list(WIDTHS))
+    monkeypatch.setattr("engine.pca._ROWS", rows)
+    np.testing.assert_allclose(gram(z, list(WIDTHS)), whole @ whole.T, rtol=1e-12, atol=1e-12)
+    size = np.linalg.norm(whole, axis=1)
+    error = gram(z, list(WIDTHS), product=torch.float32).numpy() - whole @ whole.T
+    assert (np.abs(error) / np.outer(size, size)).max() < 1e-6
+
+
 def test_small_singular_values_are_dropped() -> None:
     rng = np.random.default_rng(0)
     left, right = np.linalg.qr(rng.standard_normal((9, 4)))[0], np.linalg.qr(rng.standard_normal((30, 4)))[0]
