@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from engine.query import QueryEngine, QueryInput, QuerySpec
     from engine.store import Store
 
-__all__ = ["Store"]
+__all__ = ["QueryEngine", "QueryInput", "QuerySpec", "Store"]
 
 
 def __getattr__(name: str) -> Any:
@@ -16,4 +17,8 @@ def __getattr__(name: str) -> Any:
         from engine.store import Store
 
         return Store
+    if name in __all__:
+        from engine import query
+
+        return getattr(query, name)
     raise AttributeError(f"module 'engine' has no attribute {name!r}")

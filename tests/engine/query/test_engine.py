@@ -279,3 +279,8 @@ def test_limits_are_the_callers(asked: QueryEngine) -> None:
     narrow = QueryEngine(asked.store, asked.loaded, asked.sketcher, limits=Limits(queries=1))
     with pytest.raises(LimitError, match="at most 1 are allowed"):
         ask(narrow, PARIS, PARIS)
+
+
+def test_a_store_is_asked_without_a_server(asked: QueryEngine, asked_store: Path) -> None:
+    found = Store.open(asked_store).query(prompt=PARIS.prompt, completion=PARIS.completion, top_k=3)
+    assert scores(found.proponents) == pytest.approx(scores(ask(asked, top_k=3).answers[0].proponents), rel=1e-4)
