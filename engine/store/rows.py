@@ -89,6 +89,8 @@ def metadata_columns(metadata: Sequence[dict[str, Any]]) -> tuple[list[str], lis
     for name in sorted({k for m in metadata for k in m}):
         values = [m.get(name) for m in metadata]
         present = [v for v in values if v is not None]
+        if not present:
+            continue
         kind = _column_type(present)
         if kind is None and all(isinstance(v, list | dict) for v in present):
             names.append(NESTED + name)
