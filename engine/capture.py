@@ -201,10 +201,12 @@ class _Run:
         return Captured(tracked, spread(x), spread(delta), spread(torch.ones_like(tokens)).bool(), spread(tokens % t))
 
     def _by_example(self, tracked: TrackedModule, x: Tensor) -> Tensor:
-        """(B, T, d) from (B, T, d), (B*T, d) or, for one vector per example, (B, d) -> (B, 1, d)."""
+        """(B, T, d) from (B, T, d), (B, 1, T, d), (B*T, d) or, for one vector per example, (B, d) -> (B, 1, d)."""
         b, t = self.batch.input_ids.shape
         if x.dim() == 3 and x.shape[0] == b:
             return x
+        if x.dim() == 4 and x.shape[0] == b and 1 in x.shape[1:3]:
+            return x.reshape(b, -1, x.shape[3])
         if x.dim() == 2 and x.shape[0] == b * t:
             return x.reshape(b, t, -1)
         if x.dim() == 2 and x.shape[0] == b:

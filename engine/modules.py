@@ -113,11 +113,11 @@ def track(loaded: LoadedModel) -> ModuleReport:
             chosen.update({f"{name}.{part}": linear for part, linear in parts.items()})
         else:
             chosen[name] = module
-    order, groups = _probe(loaded, chosen)
+    order, groups, other = _probe(loaded, chosen)
     tracked = []
     for name, module in chosen.items():
         if name not in order:
-            skipped.append((name, "not called in the forward pass", sum(p.numel() for p in module.parameters(recurse=False))))
+            skipped.append((name, other.get(name, "not called in the forward pass"), sum(p.numel() for p in module.parameters(recurse=False))))
     for name in order:
         module = chosen[name]
         d_out, d_in = linear_shape(module) or (0, 0)
@@ -147,12 +147,13 @@ def _adapter(name: str) -> bool:
     return ".lora_A." in name or ".lora_B." in name or ".modules_to_save." in name
 
 
-def _probe(loaded: LoadedModel, chosen: dict[str, nn.Module]) -> tuple[list[str], dict[str, str]]:
-    """Order of first calls, and for each module (and bias or not) the first module with the same input tensor."""
+def _probe(loaded: LoadedModel, chosen: dict[str, nn.Module]) -> tuple[list[str], dict[str, str], dict[str, str]]:
+    """Order of first calls; for each module (and bias or not) the first module with the same input tensor; modules that do not act as linear, with why."""
     order: list[str] = []
     kept: list[Tensor] = []  # keeps the tensors alive, so that an address identifies a tensor
     first: dict[tuple[Any, ...], str] = {}
     groups: dict[str, str] = {}
+    other: dict[str, str] = {}
 
     def note(name: str, key: tuple[Any, ...]) -> None:
         if name not in groups:
@@ -169,15 +170,18 @@ def _probe(loaded: LoadedModel, chosen: dict[str, nn.Module]) -> tuple[list[str]
         return hook
 
     def watch(name: str) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             x: Tensor = args[0] if args else next(iter(kwargs.values()))
+            if not _acts_as_linear(module, x, output):
+                other[name] = f"does more than a linear layer ({type(module).__name__})"
+                return
             kept.append(x)
             biased = getattr(module, "bias", None) is not None
             note(name, (id(x) if x.is_meta else x.data_ptr(), x.device, x.dtype, tuple(x.shape), tuple(x.stride()), x._version, biased))
 
         return hook
 
-    handles = [module.register_forward_pre_hook(watch(name), with_kwargs=True) for name, module in chosen.items() if not isinstance(module, ExpertLinear)]
+    handles = [module.register_forward_hook(watch(name), with_kwargs=True) for name, module in chosen.items() if not isinstance(module, ExpertLinear)]
     handles += [m.register_forward_pre_hook(watch_experts(name)) for name, m in bare(loaded.model).named_modules() if hasattr(m, "eogp_linears")]
     try:
         with torch.no_grad():
@@ -186,4 +190,15 @@ def _probe(loaded: LoadedModel, chosen: dict[str, nn.Module]) -> tuple[list[str]
     finally:
         for handle in handles:
             handle.remove()
-    return order, groups
+    return order, groups, other
+
+
+def _acts_as_linear(module: nn.Module, x: Tensor, output: Any) -> bool:
+    """Some routers and the like derive from nn.Linear and return something else; a quantised weight is taken at its word."""
+    weight: Any = module.weight
+    if not isinstance(output, Tensor) or output.shape[:-1] != x.shape[:-1]:
+        return False
+    if type(module).forward in (nn.Linear.forward, Conv1D.forward) or not weight.is_floating_point() or weight.dim() != 2:
+        return True
+    plain = nn.functional.linear(x.to(weight.dtype), weight, module.bias)  # type: ignore[arg-type]
+    return plain.shape == output.shape and torch.allclose(plain.float(), output.float(), rtol=1e-2, atol=1e-3)

@@ -53,6 +53,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
         8 + 2 * (4 + 8),
     ),
     "qwen3-moe": ("qwen3_moe", {**GROUPED, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}, 8 + 2 * 8),
+    "deepseek-v3": (
+        "deepseek_v3",
+        {
+            **SMALL,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 20,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 8,
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 4,
+            "v_head_dim": 6,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+        5 + 3 + 5 + 8 + 3,
+    ),
     "gpt-oss": (
         "gpt_oss",
         {
@@ -194,6 +213,13 @@ def test_experts_that_cannot_be_split_are_reported(monkeypatch: pytest.MonkeyPat
     report = track(causal("mixtral"))
     assert ("model.layers.0.mlp.experts", "fused experts (MixtralExperts)", 4 * 3 * 24 * 40) in report.skipped
     assert not any("experts" in t.name for t in report.tracked)
+
+
+def test_a_router_that_derives_from_a_linear_layer_is_not_tracked() -> None:
+    config = AutoConfig.for_model("phimoe", **GROUPED, num_local_experts=4, num_experts_per_tok=2)
+    report = track(from_parts(AutoModelForCausalLM.from_config(config)))
+    reasons = {name: reason for name, reason, _ in report.skipped if "router" in name}
+    assert reasons == {f"model.layers.{i}.mlp.router": "does more than a linear layer (PhimoeTopKRouter)" for i in (0, 1)}
 
 
 def test_shared_inputs_are_one_group() -> None:

@@ -71,6 +71,26 @@ def test_equal_tensors_that_are_not_the_same_are_two_groups(tiny_llama: Any) -> 
     assert tracked["model.layers.0.self_attn.v_proj.1"].input_group == "model.layers.0.self_attn.v_proj.1"
 
 
+class Scaled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 2
+
+
+class Plain(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+def test_a_subclass_is_tracked_only_if_it_acts_as_linear(tiny_llama: Any) -> None:
+    """Otherwise delta a^T would not be the gradient of its weight."""
+    for mlp, kind in zip((layer.mlp for layer in tiny_llama.model.layers), (Scaled, Plain), strict=True):
+        mlp.up_proj = kind(24, 40, bias=False)
+    report = track(from_parts(tiny_llama))
+    assert ("model.layers.0.mlp.up_proj", "does more than a linear layer (Scaled)", 24 * 40) in report.skipped
+    names = [t.name for t in report.tracked]
+    assert "model.layers.0.mlp.up_proj" not in names and "model.layers.1.mlp.up_proj" in names
+
+
 class Copy(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.clone()
