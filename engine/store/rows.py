@@ -183,8 +183,17 @@ def _plain_columns(table: pa.Table) -> dict[str, pa.ChunkedArray | list[Any]]:
     extra = table.column("extra")
     if extra.null_count < len(extra):
         parsed = [json.loads(v) if v else {} for v in extra.to_pylist()]
-        columns |= {name: [e.get(name) for e in parsed] for name in {k for e in parsed for k in e}}
+        for name in {k for e in parsed for k in e}:
+            typed = _values(table, name) if name in columns else [None] * len(parsed)
+            columns[name] = [e.get(name, v) for e, v in zip(parsed, typed, strict=True)]
     return columns
+
+
+def _values(table: pa.Table, name: str) -> list[Any]:
+    """A field's values from its own column."""
+    if META + name in table.column_names:
+        return list(table.column(META + name).to_pylist())
+    return [None if v is None else json.loads(v) for v in table.column(NESTED + name).to_pylist()]
 
 
 def _merged(parts: list[tuple[int, pa.ChunkedArray | list[Any] | None]]) -> pa.ChunkedArray:

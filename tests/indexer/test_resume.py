@@ -88,6 +88,7 @@ def test_a_kill_in_each_stage(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_many_random_kills_across_all_stages(
     tmp_path: Path, job: dict[str, Any], whole: tuple[dict[str, bytes], float], run_forked: Run, store_content: Content
 ) -> None:
