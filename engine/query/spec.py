@@ -117,7 +117,7 @@ class InputReport:
 @dataclass(frozen=True, slots=True)
 class Hit:
     """One training example. score: equation (14) (influence, in nats per unit of damped training weight, only the ratio of two scores has meaning) or its
-    cosine (an example compared with itself reads about .80). rescored: uncompressed EK-FAC influence, where asked for; then results are ordered by it.
+    cosine (an example compared with itself reads about .75). rescored: uncompressed EK-FAC influence, where asked for; then results are ordered by it.
     query_tokens: for each input of the answer the part of `score` that goes through each of its positions; in total, the score. tokens: the example's own
     tokens, with `rescored` split over its positions."""
 
