@@ -181,7 +181,7 @@ class InfluenceRequest(Strict):
     score: Score = Field(
         "influence",
         description="influence: equation (14), in nats of summed query loss per unit of weight on the example, up to one common factor; long examples weigh more. "
-        "cosine: its angle, for 'which examples point this way?'; an example compared with itself reads about .80, since one side is one bit.",
+        "cosine: its angle, for 'which examples point this way?'; an example compared with itself reads about .75, since one side is one bit.",
     )
     direction: Direction = Field(
         "both", description="proponents: training on them LOWERS the query's loss (positive scores). opponents: it raises it (negative)."
