@@ -72,14 +72,16 @@ class Service:
         self.preparing += 1
         try:
             with anyio.fail_after(max(deadline - time.monotonic(), 0)):
-                item = await to_thread.run_sync(backend.prepare, request, limiter=self._limiter)
+                item = await to_thread.run_sync(backend.prepare, request, limiter=self._limiter, abandon_on_cancel=True)
         except TimeoutError:
             raise ApiError("deadline", f"No answer within {settings.deadline_seconds:.3g} s; retry when the load is lower.") from None
         finally:
             self.preparing -= 1
         check_tokens(item.n_tokens, settings)
         prepared = time.monotonic()
-        job = self.batcher.submit(item, item.n_tokens, deadline, backend.answer)
+        # what generates or re-scores takes long: it runs alone, so that nobody quick waits for it in the same batch
+        slow = request.rescore is not None or any(q.generate for q in request.queries)
+        job = self.batcher.submit(item, max(item.n_tokens, settings.batch_tokens) if slow else item.n_tokens, deadline, backend.answer)
         response = await self.batcher.wait(job, gone)
         now = time.monotonic()
         started = job.started or prepared

@@ -19,6 +19,7 @@ from service.metrics import Metrics
 from service.security import SECURITY_HEADERS, Keys, authorise
 from service.settings import ServeSettings
 
+MOST_BODIES = 3  # times max_queue
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 log = structlog.get_logger("eogp.access")
 
@@ -28,6 +29,7 @@ class Gate:
 
     def __init__(self, app: ASGIApp, settings: ServeSettings, keys: Keys, metrics: Metrics) -> None:
         self.app, self.settings, self.keys, self.metrics = app, settings, keys, metrics
+        self.reading = 0  # bodies that are being read, or belong to requests in flight
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -55,7 +57,11 @@ class Gate:
             await send(message)
 
         self.metrics.in_flight.inc()
+        posts = scope["method"] not in ("GET", "HEAD", "OPTIONS")
+        self.reading += posts
         try:
+            if self.reading > MOST_BODIES * self.settings.max_queue:  # bodies in memory are bounded, not only the queue
+                raise ApiError("queue-full", "Too many requests are open; retry in 1 s.", headers={"Retry-After": "1", "Connection": "close"})
             caller = authorise(self.keys, scope["path"], headers, scope["client"][0] if scope.get("client") else None)
             if caller is not None:
                 structlog.contextvars.bind_contextvars(key=caller)
@@ -68,6 +74,7 @@ class Gate:
             await errors.of_exception(Request(scope), e)(scope, receive, answer)
         finally:
             self.metrics.in_flight.dec()
+            self.reading -= posts
             self._record(scope, state, status, time.monotonic() - started)
 
     async def _body(self, scope: Scope, headers: Headers, receive: Receive) -> Receive:

@@ -48,6 +48,47 @@ def test_overload_answers_only_200_429_504_and_recovers(serve: Any, ask: Any, fa
     asyncio.run(main())
 
 
+def test_open_requests_are_bounded_before_their_bodies_are_read(serve: Any, ask: Any) -> None:
+    async def main() -> None:
+        async with serve(max_queue=2) as client:
+            hold = asyncio.Event()
+
+            async def body() -> Any:
+                yield b'{"queries": '
+                await hold.wait()
+                yield b'[{"text": "a"}]}'
+
+            headers = {"Content-Type": "application/json"}
+            open_ones = [asyncio.create_task(client.post("/v1/influence", content=body(), headers=headers)) for _ in range(6)]
+            await asyncio.sleep(0.1)
+            r = await client.post("/v1/influence", json=ask())
+            assert (r.status_code, r.json()["code"]) == (429, "queue-full") and r.headers["retry-after"] == "1"
+            assert (await client.get("/healthz")).status_code == 200
+            hold.set()
+            assert {(await t).status_code for t in open_ones} <= {200, 429}
+            assert (await client.post("/v1/influence", json=ask())).status_code == 200
+
+    asyncio.run(main())
+
+
+def test_slow_kinds_run_alone(serve: Any, ask: Any, fake: Any) -> None:
+    async def main() -> None:
+        async with serve(fake(seconds=0.05)) as client:
+            first = asyncio.create_task(client.post("/v1/influence", json=ask("first")))
+            await asyncio.sleep(0.02)
+            generate = {"queries": [{"prompt": "a", "generate": {}}]}
+            bodies = [ask("quick"), ask("quicker"), generate, ask(rescore="gradients"), ask("last")]
+            rest = []
+            for body in bodies:
+                rest.append(asyncio.create_task(client.post("/v1/influence", json=body)))
+                await asyncio.sleep(0)
+            assert {(await t).status_code for t in [first, *rest]} == {200}
+            assert client.backend.batches[0] == 1 and max(client.backend.batches[1:]) <= 3 and sum(client.backend.batches) == 6
+            assert client.backend.batches.count(1) >= 3
+
+    asyncio.run(main())
+
+
 def test_deadline_is_504(serve: Any, ask: Any, fake: Any) -> None:
     async def main() -> None:
         async with serve(fake(seconds=0.3), deadline_seconds=0.1) as client:
