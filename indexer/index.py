@@ -34,7 +34,7 @@ from engine.store.manifest import CURRENT, ModelEntry, SegmentEntry, SketchEntry
 from indexer.calibrate import candidate_recall, coverage_summary
 from indexer.interruption import StopRequest, stop_on_signals
 from indexer.job import WORK, Job, first_difference
-from indexer.plan import describe, estimate, measure_rate, require_disk
+from indexer.plan import describe, estimate, measure_rate, require_disk, require_memory
 from indexer.prepare import Prepared, prepare
 from indexer.report import count_flags, write_report
 from indexer.reporter import Reporter
@@ -122,6 +122,7 @@ class Indexing:
         self.reporter.say("\n".join(describe(prepared, self.modules, plan, samples, self.loaded, found, bad)))
         for note in (*self.loaded.notes, *self.modules.notes):
             self.reporter.say(f"note       {note}")
+        require_memory(found, self.loaded)
         require_disk(self.store, found)
 
     def _fit(self, prepared: Prepared, samples: Samples) -> Curvature:

@@ -116,6 +116,16 @@ def _span(values: object) -> str:
     return f"{numbers[0]:,}" if numbers[0] == numbers[-1] else f"{numbers[0]:,} to {numbers[-1]:,}"
 
 
+def require_memory(found: Estimate, loaded: LoadedModel) -> None:
+    """Raises LimitError where fitting does not fit beside the model."""
+    free = free_memory(loaded.device)
+    if found.memory > free:
+        raise LimitError(
+            f"fitting needs about {size(found.memory)} of memory on {loaded.device}, and {size(free)} are free; lower --fit-memory, --pca-examples or --projection-bytes",
+            field="fit_memory",
+        )
+
+
 def require_disk(store: Path, found: Estimate) -> None:
     """Raises LimitError where the peak does not fit."""
     free = shutil.disk_usage(store).free

@@ -16,7 +16,7 @@ from engine.cli import build
 from engine.data.reading import Row
 from engine.data.settings import DataSettings
 from engine.data.tokens import to_example
-from engine.errors import DataError, SettingError, StoreError
+from engine.errors import DataError, LimitError, SettingError, StoreError
 from engine.model import load_model
 from engine.settings import ModelSettings
 from engine.sketcher import Sketcher
@@ -137,7 +137,7 @@ def test_the_command_prints_plan_and_report(tmp_path: Path, tiny_model_folder: P
 
 def test_events_are_json_lines(tmp_path: Path, index_settings: Make, capfd: pytest.CaptureFixture[str]) -> None:
     index(tmp_path / "store", index_settings(write_jsonl(tmp_path / "d.jsonl", corpus(20))))
-    events = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
+    events = [json.loads(line) for line in capfd.readouterr().err.splitlines()]  # nothing else is written there
     stages = [e["stage"] for e in events if e["event"] == "stage" and e["state"] == "finished"]
     assert stages == ["prepare", "curvature", "projection", "sketch", "finish"]
     assert events[-1]["event"] == "report" and events[-1]["counts"]["rows"] == 20
@@ -155,3 +155,10 @@ def test_a_store_answers_without_a_server(built: Path, tiny_model_folder: Path) 
     assert again.proponents and again.proponents[0].score >= again.proponents[-1].score
     with pytest.raises(SettingError, match="no field 'top'"):
         store.query(text=text, top=3)
+
+
+def test_what_does_not_fit_into_memory_is_refused_before_any_work(tmp_path: Path, index_settings: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("indexer.plan.free_memory", lambda device: 10_000)
+    with pytest.raises(LimitError, match=r"fitting needs about .* of memory on cpu, and 10\.0 KB are free; lower --fit-memory"):
+        index(tmp_path / "store", index_settings(write_jsonl(tmp_path / "d.jsonl", corpus(40))))
+    assert not (tmp_path / "store").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,36 @@ def test_a_reader_keeps_its_generation(store: Path) -> None:
     for segment, expected in zip(reader.segments, codes, strict=True):
         np.testing.assert_array_equal(segment.codes, expected)
     assert Store.open(store).n_rows == 40
+
+
+def test_readers_never_see_half_a_generation(make_store: MakeStore) -> None:
+    path = make_store(240, shard_rows=40)
+    done = threading.Event()
+    seen: set[int] = set()
+    faults: list[BaseException] = []
+
+    def read() -> None:
+        while not done.is_set():
+            try:
+                store = Store.open(path)
+                rows = store.rows(range(store.n_rows))
+                assert len({r.id for r in rows}) == store.n_rows == sum(s.n for s in store.segments)
+                seen.add(store.n_rows - len(store.deleted))
+            except BaseException as e:
+                faults.append(e)
+                return
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    for year in range(1790, 1798):
+        delete(path, where={"field": "year", "eq": year})
+        compact(path, segment_rows=60)
+    done.set()
+    for reader in readers:
+        reader.join()
+    assert not faults, faults
+    assert seen and Store.open(path, verify=True).n_rows == 240 - 8 - 8  # years repeat after 230 rows
 
 
 def test_delete_names_what_is_wrong(store: Path) -> None:
