@@ -73,7 +73,9 @@ class QueryEngine:
         self.sketcher = sketcher
         self.limits = limits or Limits()
         self.data = data or store.data_settings()
-        self.searcher = Searcher(store.segments, store.layout, store.c, excluded=store.excluded, calibration=store.recall, threads=threads)
+        self.searcher = Searcher(
+            store.segments, store.layout, store.c, excluded=store.excluded, calibration=store.recall, threads=threads, device=loaded.device
+        )
 
     @classmethod
     def open(cls, path: Path | str, settings: ModelSettings | None = None, *, limits: Limits | None = None) -> QueryEngine:
@@ -92,11 +94,15 @@ class QueryEngine:
         difference = fingerprint_mismatch(store.manifest.model.fingerprint, loaded.fingerprint)
         if difference:
             raise ModelError(f"{loaded.source} is not the model that {store.path} was built with: {difference}", field="model")
-        return cls(store, loaded, Sketcher.load(store.sketch_dir, loaded), limits=limits, threads=settings.threads)
+        engine = cls(store, loaded, Sketcher.load(store.sketch_dir, loaded), limits=limits, threads=settings.threads)
+        engine.searcher.warm_up()
+        return engine
 
     def reopened(self, store: Store) -> QueryEngine:
         """An engine on another generation of the same store: model and sketcher are shared, as no generation changes them."""
-        return QueryEngine(store, self.loaded, self.sketcher, limits=self.limits, data=self.data, threads=self.searcher.threads)
+        engine = QueryEngine(store, self.loaded, self.sketcher, limits=self.limits, data=self.data, threads=self.searcher.threads)
+        engine.searcher.warm_up()
+        return engine
 
     def answer(self, specs: Sequence[QuerySpec]) -> list[Answer]:
         """Answer requests, the model running over all of them together. Raises the first request's error that cannot be answered."""

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from threading import Lock
 from typing import Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from engine.blocks import BlockLayout
 from engine.search.candidates import hamming_candidates, pick_candidates
 from engine.search.exhaustive import Scanner
+from engine.search.gpu import GpuScanner
 from engine.search.request import ArraySegment, Score, SearchRequest, SearchResult, SegmentView, check, total_rows
 from engine.search.scoring import decode, score_rows
 from engine.search.topk import best, ranking
 
-Engine = Literal["scan", "plain"]
+Engine = Literal["scan", "plain", "gpu"]
 PLAIN_BITS = 20_000_000  # a store this small is searched by numpy in less time than the scan takes to compile
 Found = tuple[NDArray[np.int64], NDArray[np.float64]]  # positions and scores of one query's best rows
 
@@ -25,7 +26,8 @@ Found = tuple[NDArray[np.int64], NDArray[np.float64]]  # positions and scores of
 class Searcher:
     """Answers queries from segments of one layout. c: (n_blocks,) the factors c_b of the stored scales; excluded (N,) bool: rows never returned.
 
-    engine: "scan" is compiled (1-5 s on first use) and fast, "plain" is numpy and slow; both return the same rows. By default it goes by the size of the store.
+    engine: "scan" is compiled (1-5 s on first use) and fast, "plain" is numpy and slow, "gpu" keeps codes and scales on
+    `device`; all return the same rows. By default it goes by the size of the store and whether `device` is a GPU with room for it.
     threads: of the scan; 0 follows OMP_NUM_THREADS, else the CPUs. calibration: [{"candidates": R, "recall": r}, ...], measured at index time, for candidates={"recall": ...}.
     """
 
@@ -39,6 +41,7 @@ class Searcher:
         calibration: Sequence[dict[str, float]] | None = None,
         threads: int = 0,
         engine: Engine | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self.segments = [s for s in segments if s.n]
         self.layout = layout
@@ -47,9 +50,15 @@ class Searcher:
         self.excluded = excluded if excluded is not None and excluded.any() else None
         self.calibration = list(calibration or [])
         self.threads = threads
-        self.engine: Engine = engine or ("scan" if self.n_rows * sum(layout.k) >= PLAIN_BITS and find_spec("numba") is not None else "plain")
-        self._scan: Scanner | None = None
+        self.engine: Engine = engine or self._fastest(device)
+        self._device = device or torch.device("cpu")
+        self._scan: Scanner | GpuScanner | None = None
         self._lock = Lock()
+
+    def _fastest(self, device: torch.device | None) -> Engine:
+        if self.n_rows * sum(self.layout.k) < PLAIN_BITS:
+            return "plain"
+        return "gpu" if device is not None and GpuScanner.fits(self.segments, device) else "scan"
 
     def search(self, request: SearchRequest) -> SearchResult:
         """The top_k rows of each query in the directions asked for. Fewer come back where fewer are allowed."""
@@ -97,7 +106,7 @@ class Searcher:
         return self.n_rows if allowed is None else int(np.count_nonzero(allowed))
 
     def _exhaustive(self, request: SearchRequest, allowed: NDArray[np.bool_] | None, k: int, wanted: Sequence[bool]) -> dict[bool, list[Found]]:
-        if self.engine == "scan":
+        if self.engine != "plain":
             found = self._scanner().best(self.segments, request.y, k, request.score, [1 if largest else -1 for largest in wanted], allowed)
             return dict(zip(wanted, found, strict=True))
         parts: dict[bool, list[list[Found]]] = {largest: [[] for _ in request.y] for largest in wanted}
@@ -111,15 +120,17 @@ class Searcher:
                     parts[largest][q].append(best(scores[q], rows + s.base, k, largest=largest))
         return {largest: [_join(p) for p in parts[largest]] for largest in wanted}
 
-    def _scanner(self) -> Scanner:
+    def _scanner(self) -> Scanner | GpuScanner:
         with self._lock:
-            if self._scan is None:
+            if self._scan is None and self.engine == "gpu":
+                self._scan = GpuScanner(self.segments, self.layout, self.c, self._device)
+            elif self._scan is None:
                 self._scan = Scanner(self.layout, self.c, threads=self.threads)
             return self._scan
 
     def warm_up(self) -> None:
         """Compile what searches will need, so that the first one is not the slow one."""
-        if self.engine == "scan" and self.segments:
+        if self.engine != "plain" and self.segments:
             self.search(SearchRequest(np.ones((1, sum(self.layout.k)), np.float32), 1, allowed=np.zeros(self.n_rows, np.bool_)))
 
     def _from_candidates(
@@ -135,7 +146,7 @@ class Searcher:
 
     def _best_of(self, positions: NDArray[np.int64], y: NDArray[np.float32], request: SearchRequest, largest: bool) -> Found:
         """The best rows among some positions, by (14)."""
-        if self.engine == "plain":
+        if self.engine != "scan":
             return positions, self.score(y, positions, request.score)[0]
         positions = np.sort(positions)
         codes = np.zeros((len(positions), self.layout.code_bytes), np.uint8)
