@@ -238,3 +238,18 @@ def test_an_example_beyond_the_context_is_refused(tiny_gpt2: Any, make_examples:
     loaded = from_parts(tiny_gpt2)
     with pytest.raises(DataError, match="'e0' has 65 tokens, and the model's context holds 64"):
         Capture(loaded, track(loaded).tracked).run(collate(make_examples(320, (65,)), [0], 0), lambda *_: None)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("labels", ["true", "sampled"])
+def test_gradients_on_a_gpu_equal_those_on_a_cpu(
+    model: Any, labels: Any, make_examples: Callable[..., list[Example]], captured_gradients: Any, worst_error: Any
+) -> None:
+    examples = make_examples(320)
+    loaded = from_parts(model)
+    wanted = captured_gradients(loaded, examples, track(loaded).tracked, labels, 3)
+    moved = from_parts(model, device="cuda")
+    found = captured_gradients(moved, examples, track(moved).tracked, labels, 3)
+    for a, b in zip(found, wanted, strict=True):
+        assert worst_error({n: g.cpu() for n, g in a.items()}, b) <= 1e-4
