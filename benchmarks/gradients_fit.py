@@ -168,7 +168,7 @@ class Theirs:
                 elif sample:
                     with torch.no_grad():
                         labels = torch.multinomial(torch.softmax(logits.detach(), -1).flatten(0, 1), 1).view(labels.shape)
-                return nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="sum")
+                return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
             def compute_measurement(self, batch: Any, model: Any) -> torch.Tensor:
                 return self.compute_train_loss(batch, model)
