@@ -1,6 +1,6 @@
 """The server under load, on loopback: overhead, throughput, correctness with 64 clients, overload and recovery.
 
-    python benchmarks/serving.py [--store STORE] [--work FOLDER] [--seconds 60]
+    python benchmarks/serving.py [--store STORE] [--work FOLDER] [--seconds 60] [--quick]
 
 Without a store, makes a GPT-2 of about 1 million parameters and 2,000 rows in the work folder once. Starts `eogp serve` on it as a process of its own, and writes
 benchmarks/results/service.json. Server and clients share the machine.
@@ -104,6 +104,28 @@ async def overhead(url: str, engine: Any, asked: list[dict[str, Any]], rounds: i
     }
 
 
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process so far; unlike latency, it hardly depends on who else uses the machine."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def processor_time(url: str, pid: int, engine: Any, asked: list[dict[str, Any]], requests: int) -> dict[str, float]:
+    """Processor milliseconds per request: the engine alone, the server with 1 client, and with 16 (which it answers in batches)."""
+    from engine.query import QueryInput, QuerySpec
+
+    bodies = bodies_of(asked)
+    before = time.process_time()
+    for i in range(requests):
+        engine.answer([QuerySpec((QueryInput(**asked[i % len(asked)]),), top_k=10)])
+    found = {"engine": (time.process_time() - before) * 1000 / requests}
+    for clients in (1, 16):
+        before = cpu_seconds(pid)
+        outcome = await closed_loop(url, bodies, clients, requests=requests)
+        found[f"clients_{clients}"] = (cpu_seconds(pid) - before) * 1000 / sum(outcome.statuses.values())
+    return {name: round(value, 2) for name, value in found.items()}
+
+
 async def recovery(url: str, body: bytes) -> float:
     """Seconds until a request is answered with 200 again."""
     at = time.perf_counter()
@@ -126,19 +148,23 @@ def shown(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-async def measure(url: str, store: Path, seconds: float) -> dict[str, Any]:
+async def measure(url: str, pid: int, store: Path, seconds: float, quick: bool) -> dict[str, Any]:
     """All figures of one run."""
     from engine.query import QueryEngine, QueryInput, QuerySpec
 
     engine = QueryEngine.open(store)
     asked = queries()
     bodies = bodies_of(asked)
+    if quick:
+        await closed_loop(url, bodies, 4, requests=30)  # warm-up
+        return {"processor_ms_per_request": await processor_time(url, pid, engine, asked, 128)}
     alone = []
     for q in asked:
         found = engine.answer([QuerySpec((QueryInput(**q),), top_k=10)])[0].answers[0]
         alone.append([{h.id: h.score for h in hits or ()} for hits in (found.proponents, found.opponents)])
     await closed_loop(url, bodies, 4, requests=100)  # warm-up
     result: dict[str, Any] = {"overhead": await overhead(url, engine, asked)}
+    result["processor_ms_per_request"] = await processor_time(url, pid, engine, asked, 256)
     one = await closed_loop(url, bodies, 1, seconds=seconds / 4)
     sixteen = await closed_loop(url, bodies, 16, seconds=seconds / 4)
     result["clients_1"], result["clients_16"] = shown(one), shown(sixteen)
@@ -157,6 +183,7 @@ def main() -> None:
     parser.add_argument("--store", type=Path, help="a store of a causal language model, for instance the demo's")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "eogp-service-benchmark")
     parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--quick", action="store_true", help="only processor time per request, which a busy machine hardly disturbs")
     parser.add_argument("--rows", type=int, default=2000)
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
@@ -164,13 +191,14 @@ def main() -> None:
     load = os.getloadavg()[0]
     process, url = start(store)
     try:
-        result = asyncio.run(measure(url, store, options.seconds))
+        result = asyncio.run(measure(url, process.pid, store, options.seconds, options.quick))
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(30)
     result["machine"] = {"cores": os.cpu_count(), "processor": platform.machine(), "load_before": round(load, 1)}
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    if not options.quick:
+        RESULTS.parent.mkdir(exist_ok=True)
+        RESULTS.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
 
 
