@@ -36,7 +36,7 @@ from indexer.evaluate import metrics
 DAMPING = 0.1
 WIDTHS: dict[int, BlockKind] = {2048: "layer", 8192: "module", 16384: "layer"}  # stage-1 widths, and the smallest blocks measured at each
 REFERENCE = f"EK-FAC, damping {DAMPING:g}"
-BOOTSTRAP = 1000
+BOOTSTRAP = 300
 BUDGETS = (16, 32, 64, 128, 256, 512, 1000, 2000, 4000)
 TABLES: dict[str, Fit] = {"in sample": "train", "disjoint": "disjoint"}
 
@@ -94,13 +94,15 @@ def cached(path: Path, make: Callable[[], Any]) -> Any:
     return pickle.loads(path.read_bytes())
 
 
-def our_rows(lab: Lab, fit: Fit, folder: Path) -> dict[str, Row]:
+def our_rows(lab: Lab, fit: Fit, folder: Path, made_only: bool) -> dict[str, Row]:
     """All plans of one table, kept one by one; neighbours share a PCA."""
     folder.mkdir(exist_ok=True)
     found = {}
     wanted = {p.label: p for p in [*plans(), *defaults(lab, lab.kernels.sizes[fit]).values()]}
     for plan in sorted(wanted.values(), key=lambda p: (p.kind, p.width, p.normalise)):
         name = plan.label.replace("/", "-").replace(" ", "_")
+        if made_only and not (folder / f"{name}.pkl").exists():
+            continue
         row = cached(folder / f"{name}.pkl", lambda plan=plan: lab.scores(plan, fit))
         found[row.name] = row
     return found
@@ -179,7 +181,7 @@ def per_module(row: dict[str, Any]) -> bool:
 def default_rows(rows: Sequence[dict[str, Any]], chosen: dict[int, Plan]) -> list[dict[str, Any]]:
     """The rows of the default, by budget."""
     by_name = {r["name"]: r for r in rows}
-    return [by_name[plan.label] for plan in chosen.values()]
+    return [by_name[plan.label] for plan in chosen.values() if plan.label in by_name]
 
 
 def goals(rows: list[dict[str, Any]], chosen: dict[int, Plan]) -> dict[str, Any]:
@@ -188,6 +190,7 @@ def goals(rows: list[dict[str, Any]], chosen: dict[int, Plan]) -> dict[str, Any]
     paper = [r for r in rows if per_module(r)]
     exact = next(r for r in rows if r["name"] == REFERENCE)
     found: dict[str, Any] = {"per module at B against stored baselines up to 16 B": [], "default at B against stored baselines up to 64 B": []}
+    found["damping against the reference's"] = [compare(r, [exact]) for r in rows if r["family"] == "EK-FAC" and r is not exact]
     found |= {"default at B against per module up to 4 B": [], "default at B against per module up to B": [], "share of EK-FAC's LDS": []}
     for own in paper:
         for label, kept in (("fp16", False), ("1 bit", True)):
@@ -343,12 +346,13 @@ def prepare(work: Path) -> tuple[outcomes.Task, gradients.Gradients]:
     return task, gradients.extract(work / "model", {split: work / f"{split}.jsonl" for split in kernels.SPLITS}, work / "gradients")
 
 
-def common_rows(work: Path, g: gradients.Gradients) -> dict[str, Row]:
+def common_rows(work: Path, g: gradients.Gradients, made_only: bool) -> dict[str, Row]:
     """Rows that belong to both tables."""
     split = {name: json.loads((g.folder / name / "texts.json").read_text()) for name in ("train", "query")}
     found: dict[str, Row] = cached(work / "texts.pkl", lambda: texts_only.text_rows(split["train"], split["query"]))
     found |= cached(work / "baselines.pkl", lambda: baselines.sweep(g))
-    found |= cached(work / "srht.pkl", lambda: srht_rows(g, DAMPING))
+    if not made_only or (work / "srht.pkl").exists():
+        found |= cached(work / "srht.pkl", lambda: srht_rows(g, DAMPING))
     return found
 
 
@@ -356,18 +360,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=outcomes.RESULTS)
+    parser.add_argument("--made-only", action="store_true", help="tables from the sketches already made in DIR, without making the rest")
     args = parser.parse_args()
     torch.set_num_threads(1)
     task, g = prepare(args.work)
     held = kernels.compute(g, DAMPING, WIDTHS, args.work / f"kernels-{DAMPING}")
     lab = Lab(held, g.modules, {name: g.lam[name].size for name, _ in g.modules})
-    common = common_rows(args.work, g)
+    common = common_rows(args.work, g, args.made_only)
     reference = common[REFERENCE].scores
     assert reference is not None
     evidence = Evidence(task, outcomes.RESULTS / "outcomes.npz", reference)
     tables, record, bits, chosen = {}, {}, {}, {}
     for title, fit in TABLES.items():
-        rows = common | our_rows(lab, fit, args.work / f"rows-{fit}")
+        rows = common | our_rows(lab, fit, args.work / f"rows-{fit}", args.made_only)
         tables[title] = evidence.figures(list(rows.values()))
         chosen[title] = defaults(lab, held.sizes[fit])
         record[title] = {
@@ -386,7 +391,9 @@ def main() -> None:
         "tables": record,
     }
     if (outcomes.RESULTS / "removals.npz").exists():
-        result["qld"] = outcomes_removal.figures(outcomes.RESULTS / "removals.npz")
+        removed = outcomes_removal.figures(outcomes.RESULTS / "removals.npz")
+        if removed["queries"]:
+            result["qld"] = removed
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "frontier.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     (args.out / "frontier.md").write_text(markdown(tables, result), encoding="utf-8")

@@ -12,6 +12,7 @@ import argparse
 import pickle
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import outcomes
@@ -74,13 +75,15 @@ def main() -> None:
         print(f"{name} {i}: {(time.perf_counter() - start) / done:.0f} s each", flush=True)
 
 
-def figures(path: Path, draws: int = 1000) -> dict[str, object]:
+def figures(path: Path, draws: int = 1000) -> dict[str, Any]:
     """{method: [mean rise over the control in nats per query, low, high]} over the queries that every method has been measured on."""
     with np.load(path) as stored:
         control = stored["losses/random"]
         control = control[~np.isnan(control).any(1)]
         methods = {n.removeprefix("losses/"): stored[n] for n in stored.files if n.startswith("losses/") and n != "losses/random"}
     whole = np.flatnonzero(~np.isnan(np.stack(list(methods.values()))).any(0))
+    if not whole.size:
+        return {"queries": 0, "controls": len(control)}
     rng = np.random.default_rng(0)
     chosen = rng.integers(0, len(whole), (draws, len(whole)))
     rises = {name: (losses[whole] - control[:, whole].mean(0)).astype(np.float64) for name, losses in methods.items()}
