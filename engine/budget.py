@@ -18,7 +18,7 @@ from engine.settings import SketchSettings
 from engine.signs import ScaleKind
 
 PAPER_K, PAPER_M = 2048, 8192
-DIRECTIONS, REFINE = 0.65, 2  # principal directions per bit, passes over the signs: docs/sketch-design.md
+DIRECTIONS, REFINE, FLATTEN = 0.65, 2, 0.0  # principal directions per bit, passes over the signs, power of sigma: docs/sketch-design.md
 SCRATCH, LEAST_SCRATCH, LEAST_FITTED = 32, 8 * 10**9, 4096  # bytes of float32 coordinates that fitting may spill per byte of P, and in all
 _FP16 = 2
 
@@ -76,6 +76,7 @@ class SketchPlan:
     normalise: bool = False
     directions: float | None = None
     refine: int = 0
+    flatten: float = 0.0
     quantise: bool = False
     joint: bool = False
     explicit_k: bool = False
@@ -109,6 +110,7 @@ class SketchPlan:
             normalise=self.normalise,
             directions=self.directions,
             refine=self.refine,
+            flatten=self.flatten,
             quantise=self.quantise,
             device=device,
         )
@@ -125,6 +127,7 @@ class SketchPlan:
             "normalise": self.normalise,
             "directions": self.directions,
             "refine": self.refine,
+            "flatten": self.flatten,
             "quantise": self.quantise,
             "joint": self.joint,
             "payload_bytes": self.payload_bytes,
@@ -168,7 +171,7 @@ class _Choice:
         k = dict.fromkeys(blocks, s.k or PAPER_K) if s.k is not None or self.paper else self._bits(blocks)
         if self.factored:
             self.why.append(
-                f"{DIRECTIONS} principal directions per bit, signs chosen together, P at two bits per entry, PCA of normalised gradients: measured best at equal bytes"
+                f"{DIRECTIONS} principal directions per bit, signs chosen together, coordinates chosen jointly, P at two bits per entry, PCA of normalised gradients: the closest to EK-FAC at equal bytes"
             )
         m = self._widths(blocks, k)
         rotate = s.rotate if s.rotate is not None else not self.paper and self.method == "pca"
@@ -185,7 +188,9 @@ class _Choice:
             normalise=self.factored,
             directions=self.form.directions,
             refine=REFINE if self.factored else 0,
+            flatten=FLATTEN if self.factored else 0.0,
             quantise=self.form.quantise,
+            joint=self.factored,
             explicit_k=s.k is not None,
             why=self.why,
         )

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from engine.blocks import BlockLayout
 from engine.errors import SettingError
-from engine.pca import DROP, DROP_FAST, Coordinates, Spectrum, gram, loading, random_frame, random_rotation, spectrum, squared_norms
+from engine.pca import DROP, DROP_FAST, Coordinates, Spectrum, flattening, gram, loading, random_frame, random_rotation, spectrum, squared_norms
 from engine.projection import Method, Projection
 from engine.quantised import DenseMatrix, Matrix, QuantisedMatrix
 from engine.signs import ScaleKind, geometric_mean_scale
@@ -33,6 +33,7 @@ def fit_projection(
     normalise: bool = False,
     directions: float | None = None,
     refine: int = 0,
+    flatten: float = 0.0,
     quantise: bool = False,
     dtype: torch.dtype = torch.float16,
     device: torch.device | str = "cpu",
@@ -43,11 +44,13 @@ def fit_projection(
     reduced to the rank (times BITS_PER_DIRECTION with `directions`), with a notice in `info["notices"]`.
     rotate: fold a random rotation of the k coordinates into P. directions: factor P instead, into the leading directions * k principal directions and a
     random tight frame of k columns; refine: passes over the signs inside that frame. normalise: PCA of z / ||z||, so that examples with long gradients do
-    not own the span. quantise: P at two bits per entry, else `dtype`. The fit holds one n x n float64 Gram matrix, one module's slice and P.
+    not own the span. flatten (with directions): each direction is weighted by sigma^-flatten on both sides, which acts as less damping. quantise: P at two bits per entry, else `dtype`. The fit holds one n x n float64 Gram matrix, one module's slice and P.
     """
     wanted = {block: k if isinstance(k, int) else k[block] for block in blocks}
     names = [name for members in blocks.values() for name in members]
     n = z[names[0]].shape[0]
+    if flatten and directions is None:
+        raise ValueError("flatten needs directions: only a factored P carries weights")
     if n < 1:
         raise SettingError("the projection needs at least one fitting example")
     norms = squared_norms(z, names)
@@ -56,6 +59,7 @@ def fit_projection(
     fit = _Fit(n, explicit_k, directions)
     matrices: dict[str, Matrix] = {}
     frames: list[torch.Tensor] = []
+    weighting: list[NDArray[np.float32]] = []
     hadamard: list[SRHT] = []
     for b, (block, members) in enumerate(blocks.items()):
         rng = np.random.default_rng([seed, b])
@@ -73,6 +77,10 @@ def fit_projection(
             left = torch.zeros(n, d, dtype=torch.float64, device=device)
         else:
             left = loading(found, d, random_rotation(bits, rng) if rotate and directions is None else None, weights) / fit.gain[-1]
+            if flatten:
+                left *= torch.from_numpy(flattening(found, d, flatten)).to(left.device)
+        if flatten:
+            weighting.append(flattening(found, d, flatten).astype(np.float32) if found.rank else np.ones(d, np.float32))
         for name in members:
             p = torch.from_numpy(np.array(z[name], np.float32)).to(left.device, product).T @ left.to(product)
             matrices[name] = QuantisedMatrix.quantise(p) if quantise else DenseMatrix(p.to("cpu", dtype))
@@ -88,6 +96,7 @@ def fit_projection(
         tuple(fit.directions),
         matrices,
         frames,
+        weighting,
         refine,
         hadamard,
         {"n_fit": n, "rotate": rotate and method == "pca", "normalise": normalise, "seed": seed, **fit.info},

@@ -99,3 +99,10 @@ def random_frame(d: int, k: int, rng: np.random.Generator) -> torch.Tensor:
     """(d, k) float64 tight frame, d <= k: F F^T = I, uniformly distributed."""
     q, r = torch.linalg.qr(torch.from_numpy(rng.standard_normal((k, d))))
     return (q * torch.sign(r.diagonal())).T.contiguous()
+
+
+def flattening(found: Spectrum, d: int, power: float) -> NDArray[np.float64]:
+    """(d,) weights sigma^-power of the leading directions, scaled so that the fitting set's energy in them stays what it is."""
+    sigma = found.singular[:d]
+    weights = sigma**-power
+    return np.asarray(weights * np.sqrt(np.square(sigma).sum() / np.square(sigma * weights).sum()))

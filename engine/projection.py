@@ -42,7 +42,7 @@ class Projection:
     layout; block_modules {block: module names}; widths {module: m_u}; scale: how `encode` scales the bits; c (n_blocks,) float32; method;
     gain (n_blocks,): x of a block is gain * sum_u z_u P_u as stored (a power of two that keeps P's entries near 1, or 1/sqrt(k) for the SRHT);
     directions (n_blocks,): d of each block, k where P is not factored; matrices {module: (m_u, d_b)} for PCA; frames: F (d_b, k_b) fp16 of each block, none
-    where P is not factored; refine: passes over the signs; hadamard: one SRHT per block otherwise; info: ranks, energies, notices of the fit.
+    where P is not factored; flattening: weights (d_b,) that V of each block carries per direction, none where all are 1; refine: passes over the signs; hadamard: one SRHT per block otherwise; info: ranks, energies, notices of the fit.
     """
 
     layout: BlockLayout
@@ -55,6 +55,7 @@ class Projection:
     directions: tuple[int, ...]
     matrices: dict[str, Matrix] = field(default_factory=dict)
     frames: list[torch.Tensor] = field(default_factory=list)
+    flattening: list[NDArray[np.float32]] = field(default_factory=list)
     refine: int = 0
     hadamard: list[SRHT] = field(default_factory=list)
     info: dict[str, Any] = field(default_factory=dict)
@@ -118,6 +119,16 @@ class Projection:
             own = own @ self.frames[block].to(own.device, torch.float32).T
         return self.hadamard[block].back(index, own) if self.method == "srht" else self.matrices[name].transposed(own)
 
+    def captured(self, x: NDArray[np.float32]) -> NDArray[np.float64]:
+        """(N,) float64: ||V^T z||^2 over all blocks, what the principal directions hold of ||z||^2, from coordinates x (N, total_k)."""
+        if not self.flattening:
+            return np.square(x, dtype=np.float64).sum(axis=1)
+        total = np.zeros(len(x))
+        for b, (frame, weights) in enumerate(zip(self.frames, self.flattening, strict=True)):
+            v = x[:, self.layout.slice(b)] @ frame.float().cpu().numpy().T
+            total += np.square(v / weights, dtype=np.float64).sum(axis=1)
+        return total
+
     def signs(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
         """(N, total_k) float32 of +1 and -1 for coordinates x: their signs, refined inside each block's frame."""
         signs = np.where(x >= 0, np.float32(1), np.float32(-1))
@@ -141,6 +152,7 @@ class Projection:
         """Write projection.json, projection.npy (PCA: one flat array, mapped when read) and projection.safetensors (what else there is)."""
         folder.mkdir(parents=True, exist_ok=True)
         small: dict[str, NDArray[Any]] = {f"frame.{b}": f.cpu().numpy() for b, f in enumerate(self.frames)}
+        small |= {f"flattening.{b}": w for b, w in enumerate(self.flattening)}
         small |= {f"rows.{b}": h.rows for b, h in enumerate(self.hadamard)}
         stored = "none"
         if self.method == "srht":
@@ -192,6 +204,7 @@ class Projection:
             )
             small = load_file(folder / SMALL) if (folder / SMALL).exists() else {}
             found.frames = [torch.from_numpy(small[f"frame.{b}"]) for b in range(found.layout.n_blocks) if f"frame.{b}" in small]
+            found.flattening = [small[f"flattening.{b}"] for b in range(found.layout.n_blocks) if f"flattening.{b}" in small]
             if found.method == "srht":
                 found._read_hadamard(small)
             else:

@@ -90,7 +90,7 @@ class Sketcher:
         y[flags != 0] = 0
         coverage = None
         if self.projection.method == "pca":
-            coverage = (np.square(y, dtype=np.float64).sum(axis=1) / np.where(norm_sq > 0, norm_sq, 1)).astype(np.float32)
+            coverage = (self.projection.captured(y) / np.where(norm_sq > 0, norm_sq, 1)).astype(np.float32)
         return QuerySketch(y, norm_sq, coverage, loss, n_tokens, flags)
 
     def _batch(self, batch: Batch) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:

@@ -95,6 +95,28 @@ def test_gram_by_tiles_and_in_float32_products(rows: int, monkeypatch: pytest.Mo
     assert (np.abs(error) / np.outer(size, size)).max() < 1e-6
 
 
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_flattened_directions_are_weighted_on_both_sides_and_keep_the_energy(kind: str, tmp_path: Path) -> None:
+    z, blocks = coordinates(25), BLOCKS[kind]
+    plain, flat_ = (fit_projection(z, blocks, 10, directions=0.5, flatten=power, dtype=torch.float32) for power in (0.0, 0.5))
+    x, y = plain.project(tensors(z)).numpy(), flat_.project(tensors(z)).numpy()
+    products = np.zeros((25, 25))
+    for names in blocks.values():
+        left, sigma, _ = np.linalg.svd(flat(z, names), full_matrices=False)
+        d = plain.directions[list(blocks.values()).index(names)]
+        v = left[:, :d] * sigma[:d]
+        w = sigma[:d] ** -0.5
+        w *= np.sqrt((sigma[:d] ** 2).sum() / ((sigma[:d] * w) ** 2).sum())
+        products += (v * w**2) @ v.T
+    np.testing.assert_allclose(y.astype(np.float64) @ y.T, products, atol=2e-3 * np.abs(products).max())
+    assert np.square(y).sum() == pytest.approx(np.square(x).sum(), rel=2e-3)
+    np.testing.assert_allclose(flat_.captured(y), plain.captured(x), rtol=5e-3)
+    flat_.save(tmp_path)
+    np.testing.assert_array_equal(Projection.load(tmp_path).captured(y), flat_.captured(y))
+    with pytest.raises(ValueError, match="flatten needs directions"):
+        fit_projection(z, blocks, 10, flatten=0.5)
+
+
 def test_small_singular_values_are_dropped() -> None:
     rng = np.random.default_rng(0)
     left, right = np.linalg.qr(rng.standard_normal((9, 4)))[0], np.linalg.qr(rng.standard_normal((30, 4)))[0]
