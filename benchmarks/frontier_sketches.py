@@ -45,7 +45,7 @@ class Plan:
     def label(self) -> str:
         parts = [f"per {self.kind}", f"k={self.k}" + (" spread" if self.spread else ""), f"m={self.width:,}"]
         parts += [f"frame of {self.directions:g} k directions, {self.refine} passes"] if self.directions else []
-        parts += ["rotated"] * self.rotate + ["unbiased"] * (self.scale == "unbiased") + ["z/|z|"] * self.normalise + ["fp16" if self.float16 else "1 bit"]
+        parts += ["rotated"] * self.rotate + ["unbiased"] * (self.scale == "unbiased") + ["normalised"] * self.normalise + ["fp16" if self.float16 else "1 bit"]
         return "EOGP " + ", ".join(parts)
 
 
