@@ -15,6 +15,7 @@ from engine.blocks import BlockLayout
 from engine.search.request import Score, SegmentView, spans
 
 ROUNDING = 2.0**-23  # float32 sums and products, twice over
+LOOSE = 0.5  # above it, scoring every row with 16 bits costs less than looking twice at many
 MIN_ROWS = 4096  # fewer rows per thread are not worth a thread
 QUERIES = 16  # queries per read of the codes: more would push each other out of the cache
 
@@ -40,6 +41,19 @@ class QuantisedQueries:
     low_sum: NDArray[np.float64]
     low_error: NDArray[np.float64]
     y_sum: NDArray[np.float64]
+
+    def loose(self, c: NDArray[np.float32]) -> bool:
+        """Whether the 8-bit bounds are wide beside the spread of the scores, which is about sqrt(sum_b c_b^2 ||y_b||^2) for rows of usual scale."""
+        spread = sum(np.square(c[b]) * np.square(self.y64[:, first:end]).sum(axis=(1, 2)) for b, (_, first, end) in enumerate(self.blocks.tolist()))
+        bound = (c[:, None] * self.error_8).sum(axis=0)
+        return bool(np.median(bound / np.sqrt(np.where(spread > 0, spread, np.inf))) > LOOSE)
+
+    def refined(self) -> QuantisedQueries:
+        """Both kinds of steps in the first look: 16 bits for every row."""
+        y8 = np.concatenate([self.y8, self.low8[:, :, 0].swapaxes(0, 1)], axis=1)
+        delta = np.concatenate([self.delta, self.low_delta[..., 0].T], axis=1)
+        sums, errors = self.sum_8 + self.low_sum[..., 0].T, self.low_error[..., 0].T
+        return replace(self, y8=y8, delta=delta, sum_8=np.ascontiguousarray(sums), error_8=np.ascontiguousarray(errors))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +152,8 @@ class Scanner:
         _, exponent = np.frexp(np.abs(y.astype(np.float64)).max(axis=1))
         unit = np.ldexp(1.0, exponent)  # a power of two: float32 sums cannot overflow, and no digit is lost
         queries = quantise(y / unit[:, None], self.layout, self.words)
+        if queries.loose(self.c):
+            queries = queries.refined()
         pieces = [piece for s in segments for piece in self._pieces(s, allowed)]
         share = -(-sum(p.n for p in pieces) // self.threads)
         tasks = _share(pieces, max(share, MIN_ROWS))

@@ -1,7 +1,8 @@
 """One pass over the codes of a segment for a batch of queries, keeping each query's k best rows of either sign.
 
 Every row is scored with 8-bit queries in integer arithmetic, whose error has a strict bound; a row whose bound reaches the k-th best so far is scored with 16
-bits, and if it still reaches it, by (14) in float64. What is kept is therefore exactly what scoring every row in float64 would keep.
+bits, and if it still reaches it, by (14) in float64. Where 8 bits would let too many rows through (many blocks: the bounds add up, the scores' spread grows
+with the root), every row is scored with 16 bits at once. What is kept is therefore exactly what scoring every row in float64 would keep.
 """
 
 from __future__ import annotations
@@ -63,10 +64,11 @@ def scanner(words: int, vnni: bool | None = None) -> Callable[..., None]:
 
     @jit
     def approximate(rows: Any, n: int, blocks: Any, y8: Any, delta: Any, y_sum: Any, error: Any, s: Any, sums: Any, values: Any, slack: Any) -> None:
-        """values[r, q] = the quantised score of n rows, up to +- slack[r, q]. rows: addresses; y8 (G, Q, width);
-        delta (G, Q); blocks (B, 3): first byte, first group, end group;
-        y_sum, error (B, Q); s (n, B) float64: the rows' scales; sums (n, Q, 16) float32: scratch."""
-        _, n_queries, width = y8.shape
+        """values[r, q] = the quantised score of n rows, up to +- slack[r, q]. rows: addresses; blocks (B, 3): first byte, first group, end group;
+        y8 (G, C, width), delta (G, C): C = Q columns of steps, or 2 Q, the finer steps behind the others; y_sum, error (B, Q); s (n, B) float64: the rows'
+        scales; sums (n, C, 16) float32: scratch."""
+        _, columns, width = y8.shape
+        n_queries = y_sum.shape[1]
         sums[:n] = 0
         values[:n] = 0
         slack[:n] = 0
@@ -82,15 +84,17 @@ def scanner(words: int, vnni: bool | None = None) -> Callable[..., None]:
                     rows.ctypes.data,
                     n,
                     blocks[b, 0] + (g - blocks[b, 1]) * (width // 8),
-                    y8.ctypes.data + g * n_queries * width,
-                    delta.ctypes.data + 4 * g * n_queries,
-                    n_queries,
+                    y8.ctypes.data + g * columns * width,
+                    delta.ctypes.data + 4 * g * columns,
+                    columns,
                     column.ctypes.data,
                     sums.ctypes.data,
                 )
         for r in range(n):
             for q in range(n_queries):
-                values[r, q] += 2.0 * np.float64(lane_sum(sums.ctypes.data + 64 * (r * n_queries + q)))
+                values[r, q] += 2.0 * np.float64(lane_sum(sums.ctypes.data + 64 * (r * columns + q)))
+                if columns > n_queries:
+                    values[r, q] += 2.0 * np.float64(lane_sum(sums.ctypes.data + 64 * (r * columns + n_queries + q)))
 
     @jit
     def exact(row: int, s: Any, blocks: Any, y64: Any, y_sum: Any) -> float:
@@ -129,10 +133,11 @@ def scanner(words: int, vnni: bool | None = None) -> Callable[..., None]:
         positions: Any,
         counts: Any,
     ) -> None:
-        n_queries, n_blocks, k = y8.shape[1], blocks.shape[0], scores.shape[2]
+        n_queries, n_blocks, k = sum_8.shape[1], blocks.shape[0], scores.shape[2]
+        fine = y8.shape[1] > n_queries
         rows, index = np.empty(tile, np.int64), np.empty(tile, np.int64)
         s = np.empty((tile, n_blocks), np.float64)
-        sums = np.empty((tile + 1, n_queries, 16), np.float32)  # and one row for the second look
+        sums = np.empty((tile + 1, y8.shape[1], 16), np.float32)  # and one row for the second look
         values, slack = np.empty((tile, n_queries), np.float64), np.empty((tile, n_queries), np.float64)
         one_row, one_value, one_slack = np.empty(1, np.int64), np.empty((1, 1), np.float64), np.empty((1, 1), np.float64)
         # what a row must exceed: the worst entry of a full heap
@@ -164,23 +169,24 @@ def scanner(words: int, vnni: bool | None = None) -> Callable[..., None]:
                     value, bound = norm * values[r, q], norm * slack[r, q]
                     if sign0 * value + bound <= limits[0, q] and sign1 * value + bound <= limits[1, q]:
                         continue
-                    one_row[0] = rows[r]
-                    approximate(
-                        one_row,
-                        1,
-                        blocks,
-                        low8[q],
-                        low_delta[q],
-                        low_sum[q],
-                        low_error[q],
-                        s[r : r + 1],
-                        sums[tile:],
-                        one_value,
-                        one_slack,
-                    )
-                    value, bound = value + norm * one_value[0, 0], norm * one_slack[0, 0]
-                    if sign0 * value + bound <= limits[0, q] and sign1 * value + bound <= limits[1, q]:
-                        continue
+                    if not fine:
+                        one_row[0] = rows[r]
+                        approximate(
+                            one_row,
+                            1,
+                            blocks,
+                            low8[q],
+                            low_delta[q],
+                            low_sum[q],
+                            low_error[q],
+                            s[r : r + 1],
+                            sums[tile:],
+                            one_value,
+                            one_slack,
+                        )
+                        value, bound = value + norm * one_value[0, 0], norm * one_slack[0, 0]
+                        if sign0 * value + bound <= limits[0, q] and sign1 * value + bound <= limits[1, q]:
+                            continue
                     value = norm * exact(rows[r], s[r], blocks, y64[q], y_sum[q])
                     for d in range(signs.shape[0]):
                         if signs[d] * value > limits[d, q]:

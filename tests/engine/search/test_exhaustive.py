@@ -108,6 +108,18 @@ def test_the_error_bound_holds_and_is_small() -> None:
     assert (q.low_error[..., 0].T / q.error_8 < 0.02).all()
 
 
+def test_many_blocks_are_scored_with_sixteen_bits_at_once(sketches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = BlockLayout(tuple(map(str, range(16))), (1024,) * 16)
+    y = np.random.default_rng(0).standard_normal((2, wide.total_k))
+    assert quantise(y, wide, 8).loose(np.ones(16, np.float32))
+    assert not quantise(np.ones((2, 64)), BlockLayout(("b",), (64,)), 1).loose(np.ones(1, np.float32))
+    monkeypatch.setattr("engine.search.exhaustive.LOOSE", 0.0)
+    s = sketches((64,) * 5, (150, 60), 18, seed=9)
+    assert quantise(s.y.astype(np.float64), s.layout, words_of(s.layout)).refined().y8.shape == (5, 36, 64)
+    compare(s, SearchRequest(s.y, 20))
+    compare(s, SearchRequest(s.y, 20, "cosine", allowed=np.arange(210) % 3 != 0))
+
+
 def test_a_store_beyond_the_plain_path_uses_the_scan(sketches: Any) -> None:
     s = sketches((64,), (30,), 1, seed=8)
     assert Searcher(s.segments, s.layout, s.c).engine == "plain"
