@@ -26,7 +26,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 RESULTS = Path(__file__).parent / "results" / "wrong_labels.json"
 N_TRAIN, N_VALIDATION, FLIPPED = 1000, 300, 0.05
 EPOCHS, LEARNING_RATE = 2, 1e-4
-FIT_EXAMPLES, BYTES = 400, 256
+FIT_EXAMPLES, BYTES, PROJECTION_BYTES = 400, 256, 10**8
 SHARES = (0.05, 0.1, 0.2, 0.3)
 
 
@@ -67,7 +67,12 @@ def index(work: Path) -> None:
     from indexer.index import index as build
     from indexer.settings import IndexSettings
 
-    build(work / "store", IndexSettings(model=str(work / "model"), data=[str(work / "train.jsonl")], fit_examples=FIT_EXAMPLES, bytes_per_example=BYTES))
+    build(
+        work / "store",
+        IndexSettings(
+            model=str(work / "model"), data=[str(work / "train.jsonl")], fit_examples=FIT_EXAMPLES, bytes_per_example=BYTES, projection_bytes=PROJECTION_BYTES
+        ),
+    )
 
 
 def rank(work: Path) -> None:
