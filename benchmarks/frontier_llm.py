@@ -85,11 +85,11 @@ def prepare(work: Path, folder: Path, n: int, tokens: int) -> None:
 def plans(n: int) -> list[Plan]:
     found = []
     for width in WIDTHS:
-        for k in (8, 32, n):
+        for k in sorted({8, 32, n}):
             found += [Plan("module", k, width), Plan("module", k, width, rotate=True, scale="unbiased")]
-        for k in (8, 32, 64, n):
+        for k in sorted({8, 32, min(64, n), n}):
             found += [Plan("layer", k, width), Plan("layer", k, width, rotate=True, scale="unbiased")]
-        for k in (64, 128, n):
+        for k in sorted({min(64, n), min(128, n), n}):
             found += [Plan("model", k, width), Plan("model", k, width, rotate=True, scale="unbiased")]
             found += [Plan("model", k, width, normalise=True), Plan("model", k, width, rotate=True, scale="unbiased", normalise=True)]
             found += [Plan("model", k, width, float16=True)]
