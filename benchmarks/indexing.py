@@ -1,6 +1,6 @@
 """`eogp index` measured: the share of the sketching stage that the model is at work, and memory after 500 and 3,000 examples.
 
-    python benchmarks/indexing.py [--rows 3000] [--width 128] [--layers 2] [--json FILE]
+    python -m benchmarks.indexing [--rows 3000] [--width 128] [--layers 2] [--json FILE]
 
 A model from a fresh configuration is enough: what is measured is the job around it. The smaller the model, the harder the test.
 """

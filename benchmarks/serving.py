@@ -1,6 +1,6 @@
 """The server under load, on loopback: overhead, throughput, correctness with 64 clients, overload and recovery.
 
-    python benchmarks/serving.py [--store STORE] [--work FOLDER] [--seconds 60] [--quick]
+    python -m benchmarks.serving [--store STORE] [--work FOLDER] [--seconds 60] [--quick]
 
 Without a store, makes a GPT-2 of about 1 million parameters and 2,000 rows in the work folder once. Starts `eogp serve` on it as a process of its own, and writes
 benchmarks/results/service.json. Server and clients share the machine.

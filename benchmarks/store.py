@@ -1,6 +1,6 @@
 """The store at a million rows, without a model: open, append, delete, compact, verify. Codes are random, text and metadata synthetic.
 
-python benchmarks/store.py [--rows 1000000] [--work DIR] [--json FILE]
+python -m benchmarks.store [--rows 1000000] [--work DIR] [--json FILE]
 """
 
 from __future__ import annotations
