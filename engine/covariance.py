@@ -26,7 +26,7 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def device_of(module: TrackedModule) -> torch.device:
     """Where a module's weight lives; a model may be spread over several devices."""
-    weight: Tensor = module.module.weight  # type: ignore[assignment]
+    weight: Tensor = module.module.weight  # type: ignore[assignment]  # Module attributes are typed Tensor | Module
     return weight.device
 
 

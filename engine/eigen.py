@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
-from torch.linalg import LinAlgError  # type: ignore[attr-defined]
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]  # torch's stubs leave it out
 
 from engine.errors import NumericalError
 

@@ -200,5 +200,5 @@ def _acts_as_linear(module: nn.Module, x: Tensor, output: Any) -> bool:
         return False
     if type(module).forward in (nn.Linear.forward, Conv1D.forward) or not weight.is_floating_point() or weight.dim() != 2:
         return True
-    plain = nn.functional.linear(x.to(weight.dtype), weight, module.bias)  # type: ignore[arg-type]
+    plain = nn.functional.linear(x.to(weight.dtype), weight, module.bias)  # type: ignore[arg-type]  # Module attributes are typed Tensor | Module
     return plain.shape == output.shape and torch.allclose(plain.float(), output.float(), rtol=1e-2, atol=1e-3)

@@ -61,7 +61,7 @@ def _onto_positions(each: Tensor, width: int) -> Tensor:
 def example_of(row: StoredRow, loaded: LoadedModel) -> Example:
     """A stored row as the example that was sketched, with character offsets where tokenising its text again gives the same tokens."""
     labels = row.input_ids if row.labels is None else row.labels
-    example = Example(row.id, row.input_ids, labels, row.target_mask, row.text, _offsets(row, loaded), row.metadata, row.truncated, row.kind)  # type: ignore[arg-type]
+    example = Example(row.id, row.input_ids, labels, row.target_mask, row.text, _offsets(row, loaded), row.metadata, row.truncated, row.kind)  # type: ignore[arg-type]  # kind is a Kind by the store's schema, a str by its column
     return example
 
 

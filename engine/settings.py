@@ -172,7 +172,7 @@ def with_settings(settings: type[S]) -> Callable[[Callable[..., Any]], Callable[
             flags = {k: (v if v != [] else None) for k, v in flags.items()}
             function(*args, settings=settings.resolve(flags, config), **kwargs)
 
-        command.__signature__ = inspect.Signature([*own, config, *generated])  # type: ignore[attr-defined]
+        command.__signature__ = inspect.Signature([*own, config, *generated])  # type: ignore[attr-defined]  # Typer reads it; functions declare no such attribute
         del command.__wrapped__  # else Typer would look through to the undecorated function
         command.__annotations__ = {p.name: p.annotation for p in [*own, config, *generated]}
         return command

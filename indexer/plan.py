@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,8 +112,8 @@ def describe(prepared: Prepared, report: ModuleReport, plan: SketchPlan, samples
     ]
 
 
-def _span(values: object) -> str:
-    numbers = sorted(values)  # type: ignore[call-overload]
+def _span(values: Iterable[int]) -> str:
+    numbers = sorted(values)
     return f"{numbers[0]:,}" if numbers[0] == numbers[-1] else f"{numbers[0]:,} to {numbers[-1]:,}"
 
 

@@ -61,7 +61,7 @@ class Job(Generic[W, R]):
             if error is not None:
                 self.future.set_exception(error)
             else:
-                self.future.set_result(result)  # type: ignore[arg-type]
+                self.future.set_result(result)  # type: ignore[arg-type]  # without an error there is a result
 
         try:
             self.loop.call_soon_threadsafe(deliver)
@@ -133,7 +133,7 @@ class Batcher(Generic[W, R]):
         """The answer, or ApiError deadline past the job's deadline, or asyncio.CancelledError when `gone()` completes first."""
         left = gone() if gone else None
         try:
-            watched: set[asyncio.Future[object]] = {job.future, left} if left else {job.future}  # type: ignore[arg-type]
+            watched: set[asyncio.Future[object]] = {job.future, left} if left else {job.future}  # type: ignore[arg-type]  # futures are invariant; only done() is asked
             done, _ = await asyncio.wait(watched, timeout=max(job.deadline - time.monotonic(), 0), return_when=asyncio.FIRST_COMPLETED)
             if job.future in done:
                 return job.future.result()

@@ -133,7 +133,7 @@ def _folder(path: Path, settings: DataSettings) -> list[Source]:
 
 def _open(path: Path) -> IO[bytes]:
     if path.suffix.lower() == ".gz":
-        return gzip.open(path, "rb")  # type: ignore[return-value]
+        return gzip.open(path, "rb")  # type: ignore[return-value]  # GzipFile has no IO[bytes] base, and all its methods
     if path.suffix.lower() == ".zst":
         return io.BufferedReader(zstandard.open(path, "rb"))
     return path.open("rb")
@@ -173,7 +173,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         seen: set[str] = set()
-        twice = next(k for k, _ in pairs if k in seen or seen.add(k))  # type: ignore[func-returns-value]
+        twice = next(k for k, _ in pairs if k in seen or seen.add(k))  # type: ignore[func-returns-value]  # set.add returns None, which is falsy: that is the point
         raise ValueError(f"field {twice!r} appears twice")
     return found
 

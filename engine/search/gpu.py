@@ -52,7 +52,7 @@ class GpuScanner:
         self, segments: Sequence[SegmentView], y: NDArray[np.float32], k: int, score: Score, signs: Sequence[int], allowed: NDArray[np.bool_] | None
     ) -> list[list[Found]]:
         """As Scanner.best, over the segments given at construction."""
-        found: list[list[Found]] = [[([], []) for _ in y] for _ in signs]  # type: ignore[misc]
+        found: list[list[Found]] = [[([], []) for _ in y] for _ in signs]  # type: ignore[misc]  # every placeholder is replaced below
         parts: list[list[list[Found]]] = [[[] for _ in y] for _ in signs]
         for start in range(0, len(y), QUERIES):
             batch = y[start : start + QUERIES]

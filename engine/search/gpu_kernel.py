@@ -14,8 +14,8 @@ import triton.language as tl
 ROWS, BYTES = 64, 16  # a program's rows, and the bytes of each that it unpacks at a time
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _add_block(codes, scales, high, low, y_sum, out, n, stride, n_bytes, n_blocks, c, Q: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit  # type: ignore[untyped-decorator]  # triton ships no types
+def _add_block(codes, scales, high, low, y_sum, out, n, stride, n_bytes, n_blocks, c, Q: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr):  # type: ignore[no-untyped-def]  # arguments are Triton's own
     """out[i, q] += c * scales[i] * (2 <high_q + low_q, bits_i> - y_sum[q]); high, low (8 * padded bytes, Q)."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < n

@@ -39,7 +39,7 @@ class Case:
 def as_example(row: StoredRow) -> Example:
     """A stored row as the example that was indexed."""
     labels = row.input_ids if row.labels is None else row.labels
-    kind: Kind = row.kind  # type: ignore[assignment]
+    kind: Kind = row.kind  # type: ignore[assignment]  # a Kind by the store's schema, a str by its column
     return Example(row.id, row.input_ids, labels, row.target_mask, row.text, metadata=row.metadata, truncated=row.truncated, kind=kind)
 
 
