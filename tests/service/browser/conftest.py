@@ -181,7 +181,7 @@ class Page:
                 found = condition()
                 if found:
                     return found
-            except StaleElementReferenceException:
+            except (StaleElementReferenceException, IndexError):  # the page is drawing: an element is gone, or not there yet
                 pass
             time.sleep(0.02)
         raise AssertionError(f"waited in vain for {what}; the page says: {self.one('body', 1).text[:600]}")
