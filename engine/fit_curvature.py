@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.capture import Capture, Consume
@@ -48,25 +50,26 @@ def fit_curvature(
     checkpoint: Path | None = None,
     progress: Progress | None = None,
     candidates: int = CANDIDATES,
+    only: Collection[str] | None = None,
+    free: int | None = None,
 ) -> Curvature:
     """EK-FAC of `tracked` on min(N, settings.fit_examples) examples, drawn by settings.seed, with labels sampled from the model.
 
     rows: each example's store-wide number, which seeds its sampled labels. checkpoint: folder for finished groups; a fit that was killed goes on from
     there, to the same bits, and the result is read from there on demand. Without it everything stays in memory. candidates: positions per module where
-    the whole grid of Lambda is too large. Raises LimitError (what does not fit, with numbers), NumericalError (module and example), DataError.
+    the whole grid of Lambda is too large. only: names of those of `tracked` to fit in this call, as one of several that share the work: a module's
+    curvature does not depend on which others are fitted with it. free: bytes beside the model's weights (default: measured). Raises LimitError (what does
+    not fit, with numbers), NumericalError (module and example), DataError.
     """
-    drawn = [i for i in sample_positions(len(examples), settings.fit_examples, settings.seed) if examples[i].n_targets > 0]
-    if not drawn:
-        raise DataError("the curvature cannot be fitted: no example has a target token")
-    fit = _Fit(loaded, [examples[i] for i in drawn], [int(rows[i]) for i in drawn], settings, candidates, progress)
+    fit = _drawn(loaded, examples, rows, settings, candidates, progress)
     done: dict[str, dict[str, Any]] = {"modules": {}, "skipped": {}}
     if checkpoint is not None:
         done = _open_checkpoint(checkpoint, fit.identity(tracked))
-    remaining = [m for m in tracked if m.name not in done["modules"] and m.name not in done["skipped"]]
+    remaining = [m for m in tracked if m.name not in done["modules"] and m.name not in done["skipped"] and (only is None or m.name in only)]
     kept: dict[str, ModuleCurvature] = {}
     skipped: dict[str, str] = dict(done["skipped"])
     if remaining:
-        estimate = estimate_fit(loaded, tracked, settings, tokens=fit.largest_batch, candidates=candidates, modules=remaining)
+        estimate = estimate_fit(loaded, tracked, settings, tokens=fit.largest_batch, candidates=candidates, modules=remaining, free=free)
         if checkpoint is None:
             _require_room(estimate, loaded)
         fit.expect(len(estimate.groups))
@@ -84,6 +87,32 @@ def fit_curvature(
     order = [m.name for m in tracked if m.name in stored]
     write_json(checkpoint / SUMMARY, {"c": settings.damping, "skipped": skipped, "order": order})
     return Curvature(stored.ordered(order), skipped, settings.damping)
+
+
+def unfitted(
+    loaded: LoadedModel, tracked: Sequence[TrackedModule], examples: Sequence[Example], rows: Sequence[int], settings: FitSettings, checkpoint: Path
+) -> list[TrackedModule]:
+    """The modules that a fit with this checkpoint would still have to do; what another fit has left there is removed."""
+    done = _open_checkpoint(checkpoint, _drawn(loaded, examples, rows, settings, CANDIDATES, None).identity(tracked))
+    return [m for m in tracked if m.name not in done["modules"] and m.name not in done["skipped"]]
+
+
+def add_to_checkpoint(checkpoint: Path, content: NDArray[np.uint8]) -> None:
+    """Put a group's file, made by the same fit elsewhere, among the finished ones."""
+    path = checkpoint / f"group-{_next_number(checkpoint):05d}.safetensors"
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        file.write(content.data)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def _drawn(loaded: LoadedModel, examples: Sequence[Example], rows: Sequence[int], settings: FitSettings, candidates: int, progress: Progress | None) -> _Fit:
+    drawn = [i for i in sample_positions(len(examples), settings.fit_examples, settings.seed) if examples[i].n_targets > 0]
+    if not drawn:
+        raise DataError("the curvature cannot be fitted: no example has a target token")
+    return _Fit(loaded, [examples[i] for i in drawn], [int(rows[i]) for i in drawn], settings, candidates, progress)
 
 
 @dataclass

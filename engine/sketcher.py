@@ -124,11 +124,7 @@ def spill_coordinates(
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, NDArray[np.float32]]:
     """Stage-1 coordinates of the PCA fitting set on disk: {module: (n, m_u) float32, memory-mapped}, rows in the order of `examples`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    z: dict[str, NDArray[np.float32]] = {
-        name: np.lib.format.open_memmap(folder / f"{i}.npy", mode="w+", dtype=np.float32, shape=(len(examples), width))
-        for i, (name, width) in enumerate(coordinates.widths.items())
-    }
+    z = spill_files(coordinates, len(examples), folder)
     for plan in plan_batches([len(e) for e in examples], batch_tokens):
         batch = collate([examples[i] for i in plan], [rows[i] for i in plan], coordinates.loaded.pad_id, coordinates.loaded.device)
 
@@ -139,3 +135,12 @@ def spill_coordinates(
         if progress:
             progress(len(plan))
     return z
+
+
+def spill_files(coordinates: CoordinateMap, n: int, folder: Path) -> dict[str, NDArray[np.float32]]:
+    """New arrays for the coordinates of n examples: {module: (n, m_u) float32, memory-mapped}."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return {
+        name: np.lib.format.open_memmap(folder / f"{i}.npy", mode="w+", dtype=np.float32, shape=(n, width))
+        for i, (name, width) in enumerate(coordinates.widths.items())
+    }

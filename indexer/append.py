@@ -21,6 +21,7 @@ from engine.store.files import disk_errors
 from engine.store.manifest import SegmentEntry, SourceEntry, current_generation
 from indexer.calibrate import drift
 from indexer.duplicates import KnownIds
+from indexer.executor import Executor, executor_for
 from indexer.index import complete_report, counts_of
 from indexer.interruption import stop_on_signals
 from indexer.job import Job, first_difference, interrupted
@@ -28,7 +29,6 @@ from indexer.prepare import Prepared, prepare
 from indexer.report import count_flags, write_report
 from indexer.reporter import Reporter
 from indexer.settings import AppendSettings
-from indexer.shards import sketch_shards
 
 DRIFT_ROWS = 128
 BELOW_EXPECTED = 0.15  # three times the share that the calibration's definition gives
@@ -38,6 +38,11 @@ def append(path: Path, settings: AppendSettings, reporter: Reporter | None = Non
     """Add rows to a store, or go on with an interrupted append; returns the report. Raises a UserError with one sentence."""
     reporter = reporter or Reporter(log_json=settings.log_json)
     current_generation(path)
+    with executor_for(settings, reporter) as executor:
+        return _append(path, settings, reporter, executor)
+
+
+def _append(path: Path, settings: AppendSettings, reporter: Reporter, executor: Executor) -> dict[str, Any]:
     with StoreWriter(path) as writer, stop_on_signals() as stop, disk_errors(path):
         store = Store.open(path)
         data = _data_settings(store, settings)
@@ -60,6 +65,7 @@ def append(path: Path, settings: AppendSettings, reporter: Reporter | None = Non
         first = store.manifest.next_segment
         if not job.resumed:
             writer.sweep(store.manifest)
+        executor.use(loaded, store.model_settings(settings), stop)
         with reporter.stage("prepare") as stage:
             prepared = prepare(
                 sources,
@@ -72,10 +78,11 @@ def append(path: Path, settings: AppendSettings, reporter: Reporter | None = Non
                 known=KnownIds(store),
                 stage=stage,
                 stop=stop,
+                read=executor.reader,
             )
         sketcher = Sketcher.load(store.sketch_dir, loaded, batch_tokens=batch_tokens)
         moved = _drift(store, prepared, sketcher, reporter)
-        segments, busy = sketch_shards(sketcher, prepared, writer, first, reporter, stop)
+        segments, busy = executor.sketch(sketcher, store.sketch_dir, prepared, writer, first, reporter)
         generation = commit(store, writer, prepared, segments, [SourceEntry(**f) for f in fingerprints])
         report = write_report(path, generation, prepared, reporter, {"busy_share": busy, "drift": moved})
         job.finish()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +21,16 @@ from engine.data.fingerprint import fingerprint_sources
 from engine.data.reading import Source, find_sources
 from engine.data.settings import DataSettings
 from engine.errors import StoreError, UserError
-from engine.fit_curvature import fit_curvature
 from engine.model import LoadedModel, load_model
 from engine.modules import ModuleReport, track
 from engine.search import Searcher
 from engine.selection import select_coordinates
-from engine.sketcher import Sketcher, spill_coordinates
+from engine.sketcher import Sketcher
 from engine.store import Manifest, Store, StoreWriter
 from engine.store.files import disk_errors, new_folder
 from engine.store.manifest import CURRENT, ModelEntry, SegmentEntry, SketchEntry, SourceEntry, current_generation, read_manifest
 from indexer.calibrate import candidate_recall, coverage_summary
+from indexer.executor import Executor, executor_for
 from indexer.interruption import StopRequest, stop_on_signals
 from indexer.job import WORK, Job, first_difference
 from indexer.plan import describe, estimate, measure_rate, require_disk, require_memory
@@ -40,7 +39,7 @@ from indexer.report import count_flags, write_report
 from indexer.reporter import Reporter
 from indexer.samples import Samples, draw_samples
 from indexer.settings import OPERATIONAL, IndexSettings
-from indexer.shards import sketch_shards
+from indexer.versions import versions
 from indexer.weights import weights_hash
 
 LEFT_OUT, CALIBRATION = "left_out.npz", "calibration.json"
@@ -49,6 +48,11 @@ LEFT_OUT, CALIBRATION = "left_out.npz", "calibration.json"
 def index(store: Path, settings: IndexSettings, reporter: Reporter | None = None) -> dict[str, Any]:
     """Build the store, or go on with an interrupted run; returns the report. Raises a UserError with one sentence."""
     reporter = reporter or Reporter(log_json=settings.log_json)
+    with executor_for(settings, reporter) as executor:
+        return _index(store, settings, reporter, executor)
+
+
+def _index(store: Path, settings: IndexSettings, reporter: Reporter, executor: Executor) -> dict[str, Any]:
     sources = find_sources(settings)
     loaded = load_model(settings)
     settings = settings.model_copy(update={"model": _absolute(settings.model), "threads": torch.get_num_threads()})
@@ -68,7 +72,8 @@ def index(store: Path, settings: IndexSettings, reporter: Reporter | None = None
             job = Job(store, identity, restart=settings.restart)
             if not job.resumed:
                 _clear(store)
-            return Indexing(store, settings, reporter, writer, job, loaded, sources, identity, stop).run()
+            executor.use(loaded, settings, stop)
+            return Indexing(store, settings, reporter, writer, job, loaded, sources, identity, stop, executor).run()
     except UserError as e:
         if fresh and e.code != "disk-full" and not any((store / "segments").iterdir()):
             shutil.rmtree(store, ignore_errors=True)  # a mistake leaves nothing half-written
@@ -88,6 +93,7 @@ class Indexing:
     sources: list[Source]
     identity: dict[str, Any]
     stop: StopRequest
+    executor: Executor
 
     def run(self) -> dict[str, Any]:
         """All stages; returns the report."""
@@ -99,7 +105,7 @@ class Indexing:
         self._plan(prepared, samples)
         curvature = self._fit(prepared, samples)
         sketcher = self._project(prepared, samples, curvature)
-        segments, busy = sketch_shards(sketcher, prepared, self.writer, 0, self.reporter, self.stop)
+        segments, busy = self.executor.sketch(sketcher, self.job.sketch, prepared, self.writer, 0, self.reporter)
         manifest = self._manifest(prepared, samples, sketcher, segments)
         generation = self._commit(manifest, prepared)
         report = write_report(self.store, generation, prepared, self.reporter, {"busy_share": busy})
@@ -109,7 +115,14 @@ class Indexing:
     def _prepare(self) -> Prepared:
         with self.reporter.stage("prepare", unit="examples") as stage:
             return prepare(
-                self.sources, data_settings(self.settings), self.loaded, self.job.prepared, shard_rows=self.settings.shard_rows, stage=stage, stop=self.stop
+                self.sources,
+                data_settings(self.settings),
+                self.loaded,
+                self.job.prepared,
+                shard_rows=self.settings.shard_rows,
+                stage=stage,
+                stop=self.stop,
+                read=self.executor.reader,
             )
 
     def _plan(self, prepared: Prepared, samples: Samples) -> None:
@@ -135,9 +148,7 @@ class Indexing:
                 stage.reach(done, total)
                 self.stop.check("while fitting the curvature")
 
-            curvature = fit_curvature(
-                self.loaded, self.modules.tracked, examples, prepared.rows(samples.curvature), self.settings, checkpoint=self.job.curvature, progress=progress
-            )
+            curvature = self.executor.fit(self.modules.tracked, examples, prepared.rows(samples.curvature), self.settings, self.job.curvature, progress)
         if self.keeps_curvature and not self._full.is_dir():
             with new_folder(self._full) as folder:
                 curvature.save(folder)
@@ -170,7 +181,7 @@ class Indexing:
                 self.stop.check("while fitting the projection")
 
             examples = prepared.examples(samples.pca)
-            z = spill_coordinates(coordinates, examples, prepared.rows(samples.pca), self.job.coordinates, self.settings.batch_tokens, progress)
+            z = self.executor.spill(coordinates, examples, prepared.rows(samples.pca), self.job.coordinates, self.settings.batch_tokens, progress)
             projection = plan.fit(z, seed=self.settings.seed, device=self.loaded.device)
             del z
             sketcher = Sketcher(self.loaded, coordinates, projection, batch_tokens=self.settings.batch_tokens)
@@ -261,11 +272,6 @@ def kept_settings(settings: IndexSettings) -> dict[str, Any]:
 def data_settings(settings: DataSettings) -> DataSettings:
     """The data's part of a larger table."""
     return DataSettings(**{name: getattr(settings, name) for name in DataSettings.model_fields})
-
-
-def versions() -> dict[str, str]:
-    """Versions of what the numbers depend on."""
-    return {name: version(name) for name in ("eogp", "numpy", "torch", "transformers", "tokenizers")}
 
 
 def model_entry(loaded: LoadedModel, modules: ModuleReport, skipped: dict[str, str]) -> ModelEntry:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,25 @@ from indexer.interruption import StopRequest
 from indexer.reporter import Stage
 
 ROWS, SUMMARY, BAD, DONE = "rows.arrow", "summary.json", "bad_rows.jsonl", "done.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenised:
+    """A row as an example, with the file and line that it came from. Its id is still open where the settings name no id field."""
+
+    file: str
+    line: int
+    example: Example
+
+
+Record = Row | BadRow | Tokenised
+# (sources, settings as the first good row resolved them, records to pass over) -> (position of the source, record) in the order of the sources
+ReadTokenised = Callable[[Sequence[Source], DataSettings, int], Iterator[tuple[int, Record]]]
+
+
+def blames_settings(error: DataError) -> bool:
+    """Whether the settings are wrong, not the row: no row would fare better."""
+    return error.field in ("max_length", "kind", "append_eos") or error.code == "no-chat-template"
 
 
 @dataclass
@@ -104,10 +123,12 @@ def prepare(
     known: KnownIds | None = None,
     stage: Stage,
     stop: StopRequest,
+    read: ReadTokenised | None = None,
 ) -> Prepared:
     """Read and tokenise all sources into `folder`, going on where an earlier call was interrupted.
 
     first_row: the store's next running number; first_source: position of the first source in the manifest's data; known: ids of the store appended to.
+    read: what reads and tokenises behind the first good row, elsewhere and in parallel; by default it is done here.
     Raises DataError at the first bad row with on_error=fail, and where no row is usable.
     """
     before = Prepared(folder)
@@ -115,7 +136,7 @@ def prepare(
         stage.advance(before.n)
         return before
     folder.mkdir(parents=True, exist_ok=True)
-    work = _Preparation(sources, settings, loaded, folder, shard_rows, first_row, first_source, known or KnownIds(), stage, stop)
+    work = _Preparation(sources, settings, loaded, folder, shard_rows, first_row, first_source, known or KnownIds(), stage, stop, read)
     work.go(before)
     return Prepared(folder)
 
@@ -132,29 +153,41 @@ class _Preparation:
     known: KnownIds
     stage: Stage
     stop: StopRequest
+    read: ReadTokenised | None
 
     def go(self, before: Prepared) -> None:
         self.resolved: DataSettings | None = None
         self.shard, self.number, self.consumed, self.next_row = _Shard(), 0, 0, self.first_row
         if before.summaries:
             self._restore(before)
-        skip = self.consumed
-        for i, source in enumerate(self.sources):
-            for row in read_source(source, self.settings):
-                if skip:
-                    skip -= 1
-                    continue
-                self.consumed += 1
-                self._take(row, self.first_source + i)
-                if len(self.shard.examples) + len(self.shard.bad) // 64 >= self.shard_rows:  # bad rows alone must not grow a shard without bound
-                    self._flush()
-                    self.stop.check("while reading")
+        for source, record in self._records():
+            self.consumed += 1
+            self._take(record, self.first_source + source)
+            if len(self.shard.examples) + len(self.shard.bad) // 64 >= self.shard_rows:  # bad rows alone must not grow a shard without bound
+                self._flush()
+                self.stop.check("while reading")
         if self.shard.examples or self.shard.bad:
             self._flush()
         if self.next_row == self.first_row:
             raise DataError(f"no usable row in {', '.join(s.name for s in self.sources)}{self._first_reason()}", field="data")
         assert self.resolved is not None
         write_file(self.folder / DONE, json.dumps({"settings": self.resolved.model_dump(mode="json")}))
+
+    def _records(self) -> Iterator[tuple[int, Record]]:
+        """What is not consumed yet, with the position of its source. Rows mean what the first good one made of the settings, so that one is found here."""
+        skip = self.consumed
+        if self.read is None or self.resolved is None:
+            for i, source in enumerate(self.sources):
+                for row in read_source(source, self.settings):
+                    if skip:
+                        skip -= 1
+                        continue
+                    yield i, row
+                    if self.read is not None and self.resolved is not None:
+                        yield from self.read(self.sources, self.resolved, self.consumed)
+                        return
+        else:
+            yield from self.read(self.sources, self.resolved, skip)
 
     def _restore(self, before: Prepared) -> None:
         last = before.summaries[-1]
@@ -165,29 +198,35 @@ class _Preparation:
             self.known.add_all(table.column("id").to_pylist(), table.column("source").to_pylist(), table.column("line").to_pylist())
         self.stage.advance(before.n)
 
-    def _take(self, row: Row | BadRow, source: int) -> None:
-        if isinstance(row, BadRow):
-            self._reject(row.file, row.line, row.reason)
+    def _take(self, record: Record, source: int) -> None:
+        if isinstance(record, BadRow):
+            self._reject(record.file, record.line, record.reason)
             return
         try:
-            resolved = self.resolved or resolve_kind(row, self.loaded, self.settings)
-            example = to_example(row, self.loaded, resolved, training=True, default_id=str(self.next_row))
+            resolved, example = self._example(record)
             if resolved.id_field != "auto":
                 self.known.check(example.id, [s.name for s in self.sources], self.first_source)
         except DataError as e:
-            if e.field in ("max_length", "kind", "append_eos") or e.code == "no-chat-template":  # the settings are wrong, not the row
+            if blames_settings(e):
                 raise
-            self._reject(row.file, row.line, e.message)
+            self._reject(record.file, record.line, e.message)
             return
         self.resolved = resolved
         if resolved.id_field != "auto":
-            self.known.add(example.id, source, row.line)
+            self.known.add(example.id, source, record.line)
         self.shard.examples.append(example)
         self.shard.rows.append(self.next_row)
         self.shard.sources.append(source)
-        self.shard.lines.append(row.line)
+        self.shard.lines.append(record.line)
         self.next_row += 1
         self.stage.advance()
+
+    def _example(self, record: Row | Tokenised) -> tuple[DataSettings, Example]:
+        if isinstance(record, Row):
+            resolved = self.resolved or resolve_kind(record, self.loaded, self.settings)
+            return resolved, to_example(record, self.loaded, resolved, training=True, default_id=str(self.next_row))
+        assert self.resolved is not None  # nothing is tokenised elsewhere before
+        return self.resolved, replace(record.example, id=str(self.next_row)) if self.resolved.id_field == "auto" else record.example
 
     def _reject(self, file: str, line: int, reason: str) -> None:
         if self.settings.on_error == "fail":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from engine.cluster import ClusterSettings
 from engine.data.settings import DataSettings
 from engine.settings import FitSettings, ModelSettings, Settings, SketchSettings
 
@@ -16,6 +17,14 @@ class RunSettings(Settings):
     log_json: bool = Field(False, description="Write progress as JSON lines on standard error instead of a display.")
 
 
+class WorkerSettings(ClusterSettings):
+    """Cluster."""
+
+    ray_workers: int = Field(
+        0, ge=0, description="Copies of the model that work side by side on the cluster; 0 takes one per GPU, or without GPUs as many as the CPUs allow."
+    )
+
+
 class KeepSettings(Settings):
     """Store."""
 
@@ -24,11 +33,11 @@ class KeepSettings(Settings):
     )
 
 
-class IndexSettings(DataSettings, ModelSettings, FitSettings, SketchSettings, KeepSettings, RunSettings):
+class IndexSettings(DataSettings, ModelSettings, FitSettings, SketchSettings, KeepSettings, RunSettings, WorkerSettings):
     """Everything that `eogp index` can be told."""
 
 
-class AppendSettings(DataSettings, ModelSettings, RunSettings):
+class AppendSettings(DataSettings, ModelSettings, RunSettings, WorkerSettings):
     """What `eogp append` can be told; what is left out is as it was when the store was built."""
 
     batch_tokens: int | None = Field(
@@ -36,4 +45,4 @@ class AppendSettings(DataSettings, ModelSettings, RunSettings):
     )
 
 
-OPERATIONAL = ("restart", "log_json", "device")  # how a run is carried out, not what it makes
+OPERATIONAL = ("restart", "log_json", "device", "ray", "ray_workers")  # how a run is carried out, not what it makes

@@ -27,8 +27,7 @@ def sketch_shards(
 
     The next shard is read and the last one written by two other threads. Batches never cross a shard, so a segment does not depend on what was resumed.
     """
-    todo = [i for i in range(len(prepared.shards)) if prepared.summaries[i]["rows"] and not writer.has_segment(first_segment + i)]
-    done = prepared.n - sum(prepared.summaries[i]["rows"] for i in todo)
+    todo, done = unsketched(prepared, writer, first_segment)
     layout = sketcher.projection.layout
     busy = 0.0
     with reporter.stage("sketch", total=prepared.n, done=done) as stage, ThreadPoolExecutor(1) as reading, ThreadPoolExecutor(1) as writing:
@@ -51,8 +50,18 @@ def sketch_shards(
         if written is not None:
             written.result()
         share = busy / max(stage.seconds, 1e-9) if todo else 1.0
-    entries = [SegmentEntry(name=segment_name(first_segment + i), rows=s["rows"]) for i, s in enumerate(prepared.summaries) if s["rows"]]
-    return entries, round(share, 4)
+    return segments_of(prepared, first_segment), round(share, 4)
+
+
+def unsketched(prepared: Prepared, writer: StoreWriter, first_segment: int) -> tuple[list[int], int]:
+    """Shards that have no segment yet, and the rows of those that have."""
+    todo = [i for i in range(len(prepared.shards)) if prepared.summaries[i]["rows"] and not writer.has_segment(first_segment + i)]
+    return todo, prepared.n - sum(prepared.summaries[i]["rows"] for i in todo)
+
+
+def segments_of(prepared: Prepared, first_segment: int) -> list[SegmentEntry]:
+    """The manifest's entries of all shards' segments."""
+    return [SegmentEntry(name=segment_name(first_segment + i), rows=s["rows"]) for i, s in enumerate(prepared.summaries) if s["rows"]]
 
 
 def _read(prepared: Prepared, shard: int) -> Loaded:

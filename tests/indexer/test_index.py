@@ -24,7 +24,7 @@ from engine.store import Store
 from indexer.index import index
 from indexer.inspect_store import settings_yaml
 from indexer.reporter import Reporter
-from indexer.settings import IndexSettings
+from indexer.settings import OPERATIONAL, IndexSettings
 
 from .conftest import corpus, write_jsonl  # type: ignore[import-not-found]  # a fixture module, resolved by pytest
 
@@ -82,7 +82,7 @@ def test_flags_environment_and_file_agree(built: Path, tmp_path: Path, monkeypat
     monkeypatch.setenv("EOGP_SEED", "6")
     resolved = IndexSettings.resolve({"k": 9}, config)
     assert (resolved.shard_rows, resolved.seed, resolved.k) == (7, 6, 9)
-    assert set(settings) == set(IndexSettings.model_fields) - {"restart", "log_json", "device"}
+    assert set(settings) == set(IndexSettings.model_fields) - set(OPERATIONAL)
 
 
 def test_bad_rows_are_reported_with_their_lines(tmp_path: Path, index_settings: Make) -> None:
