@@ -82,7 +82,8 @@ def read_tokenised(loaded: LoadedModel, tokenisers: int, sources: Sequence[Sourc
 
     settings: as the first good row resolved them. Raises DataError as the reader here would: a file that cannot be read, settings that no row fits.
     """
-    rows = ray.data.read_datasource(Sources(sources, settings), num_cpus=0.01)  # parsing waits for the disk, and must not wait for a tokeniser
+    # parsing waits for the disk, and must not wait for a tokeniser
+    rows = ray.data.read_datasource(Sources(sources, settings), num_cpus=0.01)
     rows.context.execution_options.preserve_order = True
     rows.context.enable_progress_bars = False
     bare = replace(loaded, model=SimpleNamespace(config=loaded.model.config))  # tokenising needs no weights

@@ -49,11 +49,9 @@ class Worker:
 
     def __init__(self, share: float) -> None:
         self.share = share
-        self.folder = Path(tempfile.mkdtemp(prefix="eogp-worker-"))
+        self._folder = tempfile.TemporaryDirectory(prefix="eogp-worker-")
+        self.folder = Path(self._folder.name)
         self.held: dict[str, tuple[str, Any]] = {}
-
-    def __del__(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
 
     def start(self, sent: Sent) -> str:
         """Load the model and hold it against the driver's; the node's address. Raises ModelError or SettingError naming the node."""

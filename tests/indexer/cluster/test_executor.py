@@ -13,7 +13,7 @@ from indexer.index import index
 from indexer.reporter import Reporter
 from indexer.settings import IndexSettings
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")  # Ray's own use of its own settings
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray", "ignore::ResourceWarning")  # Ray uses deprecated settings of its own
 
 Make = Callable[..., IndexSettings]
 Content = Callable[[Path], dict[str, bytes]]
