@@ -158,9 +158,8 @@ def show(answer: InfluenceResponse) -> None:
             table.add_column("training example", ratio=1, overflow="fold")
             table.add_column("metadata", style="dim", overflow="fold", max_width=36)
             for h in hits:
-                text = h.text if len(h.text) <= 240 else h.text[:239] + "…"
                 facts = ", ".join(f"{k}={v}" for k, v in h.metadata.items())
-                table.add_row(str(h.rank), f"{h.score:+.4g}", escape(h.id), escape(text), escape(facts))
+                table.add_row(str(h.rank), f"{h.score:+.4g}", escape(h.id), escape(h.excerpt(240)), escape(facts))
             console.print(table)
     how = "every example" if answer.method == "exhaustive" else f"{answer.n_candidates:,} candidates"
     console.print(f"[dim]generation {answer.generation}; scored {how} of {answer.n_allowed:,}; {sum(answer.timing_ms.values()):.0f} ms[/dim]")

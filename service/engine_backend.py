@@ -262,6 +262,7 @@ def _hits(hits: Sequence[query.Hit] | None) -> list[schemas.Hit] | None:
             id=h.id,
             score=h.score,
             text=h.text,
+            target_start=h.target_start,
             metadata=h.metadata,
             rescored=h.rescored,
             query_tokens=h.query_tokens,

@@ -5,6 +5,7 @@ Requests are strict: an unknown field, `true` for a number, or NaN is refused by
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
@@ -13,6 +14,7 @@ Score = Literal["influence", "cosine"]
 Direction = Literal["proponents", "opponents", "both"]
 Order = Literal["position", "self_influence", "loss"]
 MAX_FIELDS = 64
+_SPACE = re.compile(r"(?:\s|<\|[^|<>]*\|>)+")  # chat markup reads as a space
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
 
@@ -236,6 +238,7 @@ class Hit(Output):
         description="Positive: training on the example LOWERS the query's loss (proponent). Negative: it raises it (opponent). Not comparable between kinds of score."
     )
     text: str
+    target_start: int = Field(0, description="Character of `text` where its first target token begins: behind the markup and the user's turn of a chat.")
     metadata: dict[str, JsonValue]
     rescored: float | None = Field(
         None, description="Uncompressed EK-FAC influence, with rescore: gradients. Another scale than `score`; it then sets the order."
@@ -244,6 +247,17 @@ class Hit(Output):
         None, description="With tokens: for each of the result's inputs, the part of `score` through each of its positions; all together sum to it."
     )
     tokens: list[Token] | None = Field(None, description="With rescore: the example's own tokens.")
+
+    def excerpt(self, width: int) -> str:
+        """At most `width` characters of `text` in one line, without chat markup <|...|>, a third of them for what comes before the first target token."""
+        before, after = (_SPACE.sub(" ", part) for part in (self.text[: self.target_start], self.text[self.target_start :]))
+        before, after = before.lstrip(), after.rstrip()
+        if before.endswith(" ") or not before:
+            after = after.lstrip()
+        if len(before) > width // 3:
+            before = "…" + before[len(before) - width // 3 + 1 :]
+        whole = before + after
+        return whole if len(whole) <= width else whole[: width - 1] + "…"
 
 
 class QueryInput(Output):

@@ -22,6 +22,7 @@ from engine.data.settings import DataSettings
 from engine.errors import DataError, EogpError, ModelError, SettingError
 from engine.example import Example
 from engine.model import LoadedModel, fingerprint_mismatch, load_model
+from engine.query.excerpt import target_start
 from engine.query.generate import complete
 from engine.query.prepare import Pending, Prepared, prepare
 from engine.query.spec import Answer, Hit, InputReport, Limits, QueryAnswer, QuerySpec, Token
@@ -242,6 +243,7 @@ class QueryEngine:
                 score=f.score,
                 text=f.row.text,
                 metadata=f.row.metadata,
+                target_start=target_start(f.row.text, f.row.input_ids, f.row.target_mask, self.loaded.tokenizer),
                 rescored=f.rescored,
                 query_tokens=None if shares is None else [part[i] for part in shares],
                 tokens=f.tokens,

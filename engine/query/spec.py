@@ -119,7 +119,8 @@ class Hit:
     """One training example. score: equation (14) (influence, in nats per unit of damped training weight, only the ratio of two scores has meaning) or its
     cosine (an example compared with itself reads about .75). rescored: uncompressed EK-FAC influence, where asked for; then results are ordered by it.
     query_tokens: for each input of the answer the part of `score` that goes through each of its positions; in total, the score. tokens: the example's own
-    tokens, with `rescored` split over its positions."""
+    tokens, with `rescored` split over its positions. target_start: character of `text` at which its first target token begins (behind the markup and the
+    user's turn of a chat); 0 where all tokens are targets, or where the text cannot be told from the tokens."""
 
     rank: int
     position: int
@@ -127,6 +128,7 @@ class Hit:
     score: float
     text: str
     metadata: dict[str, Any]
+    target_start: int = 0
     rescored: float | None = None
     query_tokens: list[list[float]] | None = None
     tokens: list[Token] | None = None

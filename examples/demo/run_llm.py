@@ -36,7 +36,8 @@ def main(folder: Path) -> None:
     with server(folder / "store", folder / "model", folder / "server.log") as client:
         for question, reply in QUESTIONS:
             messages = [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
-            [answer] = ask(client, {"queries": [{"messages": messages}], "top_k": 3, "direction": "both"})
+            # cosine: answers differ in length, and a long one's gradient would lead every ranking by its length alone
+            [answer] = ask(client, {"queries": [{"messages": messages}], "top_k": 3, "direction": "both", "score": "cosine"})
             lines += show(f"{question} → {reply}", answer, rows=3)
     seconds = time.monotonic() - began
     (folder / "report.md").write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -17,6 +17,8 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
+from service.schemas import Hit
+
 READY_SECONDS = 180
 console = Console(width=None if sys.stdout.isatty() else 140)
 
@@ -67,7 +69,7 @@ def ask(client: httpx.Client, body: dict[str, Any]) -> list[dict[str, Any]]:
     return results
 
 
-def show(question: str, answer: dict[str, Any], rows: int = 5, width: int = 88) -> list[str]:
+def show(question: str, answer: dict[str, Any], rows: int = 5, width: int = 100) -> list[str]:
     """Print proponents and opponents of one query; the same as Markdown lines."""
     table = Table(title=question, title_justify="left", title_style="bold")
     for heading in ("", "score", "id", "training example"):
@@ -75,8 +77,7 @@ def show(question: str, answer: dict[str, Any], rows: int = 5, width: int = 88) 
     lines = [f"**{question}**", "", "| | score | training example |", "|---|---:|---|"]
     for mark, side in (("+", "proponents"), ("-", "opponents")):
         for hit in answer[side][:rows]:
-            text = " ".join(hit["text"].split())
-            text = text if len(text) <= width else text[: width - 1] + "…"
+            text = Hit.model_validate(hit).excerpt(width)
             table.add_row(f"[{'green' if mark == '+' else 'red'}]{mark}", f"{hit['score']:+.3g}", hit["id"], text)
             lines.append(f"| {'proponent' if mark == '+' else 'opponent'} {hit['rank']} | {hit['score']:+.3g} | {text.replace('|', chr(92) + '|')} |")
         table.add_section()

@@ -4,6 +4,8 @@ import * as api from "./api.js";
 import { inWords, paint, tokenLine } from "./tokens.js";
 import { chips, openExample } from "./example.js";
 
+const LEAD = 80; // characters shown before the first target token
+
 export function renderAnswer(answer, request, { onFilter, status }) {
   const result = answer.results[0];
   const lines = result.inputs.map((i) => (i.tokens ? tokenLine(i.tokens) : h("p", { cls: "tokens" }, i.text)));
@@ -81,7 +83,7 @@ function side([cls, title, note, hits], context) {
 }
 
 function card(hit, context) {
-  const text = h("p", { cls: "text" }, hit.text);
+  const text = h("p", { cls: "text" }, hit.target_start > LEAD ? `…${hit.text.slice(hit.target_start - LEAD)}` : hit.text);
   const show = hit.tokens ? () => own(text, hit.tokens) : null;
   const tokens = h("button", { cls: "quiet small", type: "button", title: "Recompute this example's gradient: which of its own tokens act?", on: { click: () => (show ? show() : rescoreOne(hit, text, tokens, context)) } }, "Its tokens");
   tokens.hidden = !context.answer.can_rescore && !hit.tokens;
