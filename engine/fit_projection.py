@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,13 +13,32 @@ from numpy.typing import NDArray
 
 from engine.blocks import BlockLayout
 from engine.errors import SettingError
-from engine.pca import DROP, DROP_FAST, Coordinates, Spectrum, flattening, gram, loading, random_frame, random_rotation, spectrum, squared_norms
+from engine.pca import (
+    DROP,
+    DROP_FAST,
+    EIGH,
+    Coordinates,
+    Spectrum,
+    Tell,
+    chunks,
+    flattening,
+    gram,
+    gram_operations,
+    loading,
+    random_frame,
+    random_rotation,
+    spectrum,
+    squared_norms,
+)
 from engine.projection import Method, Projection
 from engine.quantised import DenseMatrix, Matrix, QuantisedMatrix
 from engine.signs import ScaleKind, geometric_mean_scale
 from engine.srht import SRHT
 
 BITS_PER_DIRECTION = 4  # beyond this, more bits would describe the same few directions
+QUANTISE = 500.0  # operations that quantising an entry of P takes, counted as float32 products
+HADAMARD = 200.0  # the same for one coordinate of one example in the SRHT
+Progress = Callable[[float, float], None]
 
 
 def fit_projection(
@@ -37,6 +58,8 @@ def fit_projection(
     quantise: bool = False,
     dtype: torch.dtype = torch.float16,
     device: torch.device | str = "cpu",
+    progress: Progress = lambda done, total: None,
+    checkpoint: Path | None = None,
 ) -> Projection:
     """Fit every block's projection on z {module: (n, m_u) float32, may be memory-mapped}.
 
@@ -44,7 +67,10 @@ def fit_projection(
     reduced to the rank (times BITS_PER_DIRECTION with `directions`), with a notice in `info["notices"]`.
     rotate: fold a random rotation of the k coordinates into P. directions: factor P instead, into the leading directions * k principal directions and a
     random tight frame of k columns; refine: passes over the signs inside that frame. normalise: PCA of z / ||z||, so that examples with long gradients do
-    not own the span. flatten (with directions): each direction is weighted by sigma^-flatten on both sides, which acts as less damping. quantise: P at two bits per entry, else `dtype`. The fit holds one n x n float64 Gram matrix, one module's slice and P.
+    not own the span. flatten (with directions): each direction is weighted by sigma^-flatten on both sides, which acts as less damping. quantise: P at two
+    bits per entry, else `dtype`. The fit holds one n x n float64 Gram matrix, one module's slice and P, and reads z twice.
+    progress: called with (operations done, operations in all), often enough to stop within seconds by raising. checkpoint: folder for the spectra of
+    finished blocks, from which a stopped fit of the same z goes on.
     """
     wanted = {block: k if isinstance(k, int) else k[block] for block in blocks}
     names = [name for members in blocks.values() for name in members]
@@ -53,6 +79,9 @@ def fit_projection(
         raise ValueError("flatten needs directions: only a factored P carries weights")
     if n < 1:
         raise SettingError("the projection needs at least one fitting example")
+    widths = {block: [z[name].shape[1] for name in members] for block, members in blocks.items()}
+    most = {block: bits if directions is None else round(directions * bits) for block, bits in wanted.items()}
+    tell = _counter(operations(n, {block: sum(w) for block, w in widths.items()}, most, method, quantise=quantise), progress)
     norms = squared_norms(z, names)
     weights = np.divide(1.0, np.sqrt(norms), out=np.zeros_like(norms), where=norms > 0) if normalise else None
     product = torch.float32 if quantise else torch.float64  # two bits per entry need no more
@@ -61,29 +90,28 @@ def fit_projection(
     frames: list[torch.Tensor] = []
     weighting: list[NDArray[np.float32]] = []
     hadamard: list[SRHT] = []
+    fitted: list[torch.Tensor] = []
     for b, (block, members) in enumerate(blocks.items()):
         rng = np.random.default_rng([seed, b])
-        widths = [z[name].shape[1] for name in members]
         if method == "srht":
-            hadamard.append(SRHT.draw(widths, fit.transform(block, wanted[block], sum(widths)), rng))
+            hadamard.append(SRHT.draw(widths[block], fit.transform(block, wanted[block], sum(widths[block])), rng))
             fit.gain.append(hadamard[-1].gain)
             continue
-        found = spectrum(_weighted_gram(z, members, weights, device, product), drop=DROP_FAST if quantise else DROP)
+        kept = None if checkpoint is None else checkpoint / f"spectrum-{b}.npz"
+        found = _block_spectrum(z, members, weights, product, most[block], device, tell, kept)
         bits, d = fit.components(block, wanted[block], found)
-        fit.gain.append(2.0 ** -round(np.log2(sum(widths)) / 2))
+        fit.gain.append(2.0 ** -round(np.log2(sum(widths[block])) / 2))
         if directions is not None:
             frames.append(random_frame(d, bits, rng).to(torch.float16))
-        if found.rank == 0:
-            left = torch.zeros(n, d, dtype=torch.float64, device=device)
-        else:
-            left = loading(found, d, random_rotation(bits, rng) if rotate and directions is None else None, weights) / fit.gain[-1]
-            if flatten:
-                left *= torch.from_numpy(flattening(found, d, flatten)).to(left.device)
+        rotation = random_rotation(bits, rng) if rotate and directions is None else None
+        bend = flattening(found, d, flatten) if flatten and found.rank else np.ones(d)
         if flatten:
-            weighting.append(flattening(found, d, flatten).astype(np.float32) if found.rank else np.ones(d, np.float32))
+            weighting.append(bend.astype(np.float32))
+        left, own = loading(found, d, rotation, weights, bend / fit.gain[-1])
+        fitted.append(own)
+        left = left.to(product)
         for name in members:
-            p = torch.from_numpy(np.array(z[name], np.float32)).to(left.device, product).T @ left.to(product)
-            matrices[name] = QuantisedMatrix.quantise(p) if quantise else DenseMatrix(p.to("cpu", dtype))
+            matrices[name] = _slice_of_p(z[name], left, quantise=quantise, dtype=dtype, tell=tell)
     layout = BlockLayout(tuple(blocks), tuple(fit.k))
     projection = Projection(
         layout,
@@ -101,28 +129,94 @@ def fit_projection(
         hadamard,
         {"n_fit": n, "rotate": rotate and method == "pca", "normalise": normalise, "seed": seed, **fit.info},
     )
-    projection.c = geometric_mean_scale(projection.scales(project_rows(projection, z)))
+    # the fitting examples' x = Z V comes out of the PCA as U Sigma; an SRHT has to be applied
+    x = projection.finish(torch.cat(fitted, dim=1)).numpy() if fitted else project_rows(projection, z, tell=tell)
+    projection.c = geometric_mean_scale(projection.scales(x))
     return projection
 
 
-def project_rows(projection: Projection, z: Coordinates, rows: int = 1024) -> NDArray[np.float32]:
+def project_rows(projection: Projection, z: Coordinates, rows: int = 1024, tell: Tell = lambda operations: None) -> NDArray[np.float32]:
     """(n, total_k) float32: the block coordinates of spilled stage-1 coordinates, one module slice of `rows` examples at a time."""
     n = z[projection.modules[0]].shape[0]
     x = projection.start((n,))
     for name in projection.modules:
         for start in range(0, n, rows):
-            projection.add(x[start : start + rows], name, torch.from_numpy(np.array(z[name][start : start + rows], np.float32)))
+            part = np.array(z[name][start : start + rows], np.float32)
+            projection.add(x[start : start + rows], name, torch.from_numpy(part))
+            tell(HADAMARD * part.size)
     return projection.finish(x).numpy()
 
 
-def _weighted_gram(
-    z: Coordinates, members: Sequence[str], weights: NDArray[np.float64] | None, device: torch.device | str, product: torch.dtype
-) -> torch.Tensor:
-    matrix = gram(z, members, device, product=product)
+def operations(n: int, widths: Mapping[str, int], directions: Mapping[str, int], method: Method, *, quantise: bool) -> float:
+    """Floating-point operations of a fit on n examples, counted as float32 products: widths: coordinates, directions: columns of P, of each block."""
+    if method == "srht":
+        return HADAMARD * n * sum(widths.values())
+    product = torch.float32 if quantise else torch.float64
+    return sum(gram_operations(n, w, product) + EIGH * n**3 + w * _entry(n, quantise=quantise) * min(directions[block], n) for block, w in widths.items())
+
+
+def _entry(n: int, *, quantise: bool) -> float:
+    """Operations per entry of P."""
+    return 2.0 * n + QUANTISE if quantise else 4.0 * n
+
+
+def _counter(total: float, progress: Progress) -> Tell:
+    done = 0.0
+
+    def tell(more: float) -> None:
+        nonlocal done
+        done += more
+        progress(min(done, total), total)
+
+    return tell
+
+
+def _block_spectrum(
+    z: Coordinates,
+    members: Sequence[str],
+    weights: NDArray[np.float64] | None,
+    product: torch.dtype,
+    columns: int,
+    device: torch.device | str,
+    tell: Tell,
+    kept: Path | None,
+) -> Spectrum:
+    """Spectrum of the block's weighted Gram matrix with its leading `columns` vectors, read from `kept` where an earlier run has left it there."""
+    n = z[members[0]].shape[0]
+    if kept is not None and kept.is_file():
+        with np.load(kept) as stored:
+            tell(sum(gram_operations(n, z[name].shape[1], product) for name in members) + EIGH * n**3)
+            return Spectrum(stored["singular"], torch.from_numpy(stored["vectors"]).to(device), float(stored["energy"]))
+    matrix = gram(z, members, device, product=product, tell=tell)
     if weights is not None:
         w = torch.from_numpy(weights).to(matrix.device)
         matrix.mul_(w[:, None]).mul_(w)
-    return matrix
+    found = spectrum(matrix, drop=DROP_FAST if product == torch.float32 else DROP, tell=tell)
+    found = Spectrum(found.singular, found.vectors[:, : max(columns, 1)].contiguous(), found.energy)
+    if kept is not None:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        temporary = kept.with_name(kept.name + ".tmp")
+        with temporary.open("wb") as file:
+            np.savez(file, singular=found.singular, vectors=found.vectors.cpu().numpy(), energy=found.energy)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(kept)
+    return found
+
+
+def _slice_of_p(z: NDArray[np.float32], left: torch.Tensor, *, quantise: bool, dtype: torch.dtype, tell: Tell) -> Matrix:
+    """P_u = Z_u^T L as stored, some of its rows at a time."""
+    n, d = left.shape
+    quantised: list[QuantisedMatrix] = []
+    dense: list[DenseMatrix] = []
+    for part, block in chunks(z, left.device, left.dtype):
+        p = block.T @ left
+        if quantise:
+            quantised.append(QuantisedMatrix.quantise(p))
+        else:
+            dense.append(DenseMatrix(p.to("cpu", dtype)))
+        tell((part.stop - part.start) * _entry(n, quantise=quantise) * d)
+    return QuantisedMatrix.joined(quantised) if quantise else DenseMatrix.joined(dense)
 
 
 class _Fit:

@@ -6,20 +6,28 @@ V = Z^T U diag(1 / sigma): they are computed module slice by module slice, so th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]  # torch's stubs leave it out
 
+from engine.eigen import eigenbasis
 from engine.errors import NumericalError
 
+T = TypeVar("T")
 Coordinates = Mapping[str, NDArray[np.float32]]
+Tell = Callable[[float], None]  # called with the operations done since the last call; what it raises ends the fit
 DROP = 1e-4  # directions with sigma below this share of the largest are numerical noise of float32 coordinates
 DROP_FAST = 1e-3  # the same where products were taken in float32
-_CHUNK_BYTES = 1 << 28
+EIGH = 16.0  # operations of `eigh` per n^3, counted as the float32 products that take as long
+_CHUNK_BYTES = 1 << 27
 _ROWS = 512
+_LOOK = 0.2  # seconds between two looks at a stop request while LAPACK is at work
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +43,16 @@ class Spectrum:
         return int(self.singular.size)
 
 
-def column_chunks(z: NDArray[np.float32]) -> Iterator[slice]:
-    """Slices of z's columns small enough to be copied in float64."""
-    step = max(_CHUNK_BYTES // (8 * max(z.shape[0], 1)), 1)
-    for start in range(0, z.shape[1], step):
-        yield slice(start, min(start + step, z.shape[1]))
+def chunks(z: NDArray[np.float32], device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Iterator[tuple[slice, torch.Tensor]]:
+    """(columns, z[:, columns] on the device) one after the other; each is overwritten by the next, since fresh memory costs more than the copy."""
+    n, width = z.shape
+    step = max(_CHUNK_BYTES // (8 * max(n, 1)), 1)
+    buffer = torch.empty(n * min(step, width), dtype=dtype)
+    for start in range(0, width, step):
+        part = slice(start, min(start + step, width))
+        held = buffer[: n * (part.stop - start)].view(n, -1)
+        np.copyto(held.numpy(), z[:, part])
+        yield part, held.to(device)
 
 
 def squared_norms(z: Coordinates, names: Sequence[str]) -> NDArray[np.float64]:
@@ -47,15 +60,17 @@ def squared_norms(z: Coordinates, names: Sequence[str]) -> NDArray[np.float64]:
     total = np.zeros(z[names[0]].shape[0])
     for name in names:
         own = np.zeros_like(total)
-        for part in column_chunks(z[name]):
-            own += np.square(z[name][:, part], dtype=np.float64).sum(axis=1)
+        for _, part in chunks(z[name]):
+            own += np.einsum("nm,nm->n", part.numpy(), part.numpy(), dtype=np.float64)
         if not np.isfinite(own).all():
             raise NumericalError(f"module {name}: the coordinates of fitting example {int(np.flatnonzero(~np.isfinite(own))[0])} are not finite")
         total += own
     return total
 
 
-def gram(z: Coordinates, names: Sequence[str], device: torch.device | str = "cpu", *, product: torch.dtype = torch.float64) -> torch.Tensor:
+def gram(
+    z: Coordinates, names: Sequence[str], device: torch.device | str = "cpu", *, product: torch.dtype = torch.float64, tell: Tell = lambda operations: None
+) -> torch.Tensor:
     """(n, n) float64 Gram matrix of the block's coordinates: the sum of its modules' Gram matrices, accumulated in float64.
 
     product: precision of the products inside a slice; float32 is faster and good to DROP_FAST.
@@ -63,30 +78,80 @@ def gram(z: Coordinates, names: Sequence[str], device: torch.device | str = "cpu
     n = z[names[0]].shape[0]
     total = torch.zeros(n, n, dtype=torch.float64, device=device)
     for name in names:
-        for part in column_chunks(z[name]):
-            block = torch.from_numpy(np.array(z[name][:, part], np.float32)).to(device, product)
+        for part, block in chunks(z[name], device, product):
             for start in range(0, n, _ROWS):  # the upper triangle is enough
                 own = slice(start, start + _ROWS)
                 total[own, start:] += block[own] @ block[start:].T
+                tell(0)
+            tell(gram_operations(n, part.stop - part.start, product))
     upper = total.triu(1)
     return total.triu() + upper.T
 
 
-def spectrum(matrix: torch.Tensor, *, drop: float = DROP) -> Spectrum:
+def gram_operations(n: int, width: int, product: torch.dtype) -> float:
+    """Operations of a Gram matrix, counted as float32 products: half of n x n entries; float64 takes twice as long."""
+    return float(n) * n * width * (2 if product == torch.float64 else 1)
+
+
+def spectrum(matrix: torch.Tensor, *, drop: float = DROP, tell: Tell = lambda operations: None) -> Spectrum:
     """Eigendecomposition of a Gram matrix, directions with sigma < drop * sigma_1 left out."""
     energy = float(matrix.diagonal().sum())
-    values, vectors = torch.linalg.eigh(matrix)
+    values, vectors = _interruptible(lambda: _decompose(matrix), tell)
     singular = values.flip(0).clamp(min=0).sqrt()
     rank = int((singular >= drop * singular[0]).sum()) if float(singular[0]) > 0 else 0
+    tell(EIGH * float(len(matrix)) ** 3)
     return Spectrum(singular[:rank].cpu().numpy(), vectors.flip(1)[:, :rank], energy)
 
 
-def loading(found: Spectrum, k: int, rotation: torch.Tensor | None, weights: NDArray[np.float64] | None) -> torch.Tensor:
-    """(n, k) float64 L with P_u = Z_u^T L: U diag(1/sigma), rows weighted as the Gram matrix was, columns rotated."""
-    left = found.vectors[:, :k] / torch.from_numpy(found.singular[:k]).to(found.vectors.device)
+def _decompose(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    try:
+        values, vectors = torch.linalg.eigh(matrix)
+    except LinAlgError:
+        values, vectors = eigenbasis(matrix.cpu(), "the Gram matrix of the projection's fitting examples")
+    return values, vectors.to(matrix.device)
+
+
+def _interruptible(work: Callable[[], T], tell: Tell) -> T:
+    """The result of `work`, one long call into a library, done on another thread so that `tell` can end the fit meanwhile; the thread is then left to
+    finish what nobody waits for."""
+    done: list[T] = []
+    failed: list[Exception] = []
+
+    def run() -> None:
+        try:
+            done.append(work())
+        except Exception as e:  # handed to the caller
+            failed.append(e)
+
+    thread = threading.Thread(target=run, name="eogp-eigh", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(_LOOK)
+        tell(0)
+    if failed:
+        raise failed[0]
+    return done[0]
+
+
+def loading(
+    found: Spectrum, d: int, rotation: torch.Tensor | None, weights: NDArray[np.float64] | None, gains: NDArray[np.float64]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(n, d) float64 L with P_u = Z_u^T L, and (n, d) float32 on the CPU: the fitting examples' own coordinates Z P.
+
+    L = U diag(gains / sigma), its rows weighted as the Gram matrix was, its columns rotated; Z P = U diag(sigma * gains) with the weights divided out.
+    A block of rank 0 gives zeros.
+    """
+    n = len(found.vectors)
+    if found.rank == 0:
+        return torch.zeros(n, d, dtype=torch.float64, device=found.vectors.device), torch.zeros(n, d)
+    u, sigma, gain = found.vectors[:, :d], torch.from_numpy(found.singular[:d]), torch.from_numpy(gains)
+    left, own = u * (gain / sigma).to(u.device), u * (gain * sigma).to(u.device)
     if weights is not None:
-        left = left * torch.from_numpy(weights).to(left.device)[:, None]
-    return left if rotation is None else left @ rotation.to(left.device)
+        w = torch.from_numpy(weights).to(u.device)[:, None]
+        left, own = left * w, own / torch.where(w > 0, w, torch.inf)
+    if rotation is not None:
+        left, own = left @ rotation.to(u.device), own @ rotation.to(u.device)
+    return left, own.to("cpu", torch.float32)
 
 
 def random_rotation(k: int, rng: np.random.Generator) -> torch.Tensor:

@@ -6,7 +6,7 @@ while at equal bytes eight times as many coordinates are kept as in fp16 (docs/s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,11 @@ class DenseMatrix:
     """(m, d) fp16 or float32 entries."""
 
     entries: torch.Tensor
+
+    @classmethod
+    def joined(cls, parts: Sequence[DenseMatrix]) -> DenseMatrix:
+        """The rows of all parts, one after the other."""
+        return cls(torch.cat([p.entries for p in parts]))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -55,15 +60,25 @@ class QuantisedMatrix:
     def quantise(cls, matrix: torch.Tensor) -> QuantisedMatrix:
         """Nearest levels of each row relative to its root mean square; the scale makes <row, quantised row> = ||row||^2, so that no energy is lost."""
         m, d = matrix.shape
-        rms = matrix.square().mean(dim=1, keepdim=True).sqrt()
-        relative = matrix / torch.where(rms > 0, rms, 1)
-        codes = (relative >= -THRESHOLD).to(torch.uint8) + (relative >= 0).to(torch.uint8) + (relative >= THRESHOLD).to(torch.uint8)
-        level = torch.tensor(LEVELS, dtype=matrix.dtype, device=matrix.device)[codes.long()]
-        product = (matrix * level).sum(1)
-        scales = matrix.square().sum(1) / torch.where(product > 0, product, 1)
-        padded = torch.nn.functional.pad(codes, (0, -d % PER_BYTE)).view(m, -1, PER_BYTE).to(torch.int32)
-        weights = torch.tensor([1, 4, 16, 64], dtype=torch.int32, device=matrix.device)
-        return cls((padded * weights).sum(-1).to("cpu", torch.uint8), scales.to("cpu", torch.float16), d)
+        codes = torch.empty(m, -(-d // PER_BYTE), dtype=torch.uint8, device=matrix.device)
+        scales = torch.empty(m, dtype=matrix.dtype, device=matrix.device)
+        for part in _parts((m, d), matrix.device):
+            entries = matrix[part].contiguous()
+            size = entries.abs()
+            energy = entries.square().sum(1)
+            far = size > (energy / d).sqrt_().mul_(THRESHOLD)[:, None]
+            product = LEVELS[2] * size.sum(1) + (LEVELS[3] - LEVELS[2]) * (size * far).sum(1)
+            scales[part] = energy / torch.where(product > 0, product, 1)
+            negative = entries < 0
+            pair = (~negative).view(torch.uint8) << 1 | (far ^ negative).view(torch.uint8)  # 0 1 2 3 for the levels in ascending order
+            four = torch.nn.functional.pad(pair, (0, -d % PER_BYTE)).view(torch.int32)
+            codes[part] = (four | four >> 6 | four >> 12 | four >> 18).to(torch.uint8)
+        return cls(codes.cpu(), scales.to("cpu", torch.float16), d)
+
+    @classmethod
+    def joined(cls, parts: Sequence[QuantisedMatrix]) -> QuantisedMatrix:
+        """The rows of all parts, one after the other."""
+        return cls(torch.cat([p.codes for p in parts]), torch.cat([p.scales for p in parts]), parts[0].columns)
 
     @property
     def shape(self) -> tuple[int, int]:
