@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import torch
 
 Kind = Literal["text", "completion", "messages", "tokens", "classification"]
 
@@ -68,6 +70,8 @@ def collate(examples: Sequence[Example], rows: Sequence[int], pad_id: int, devic
     """Pad to the longest example, on the right."""
     if not examples:
         raise ValueError("an empty batch")
+    import torch  # only here: what merely reads a store does without
+
     shape = (len(examples), max(len(e) for e in examples))
     input_ids = np.full(shape, pad_id, np.int64)
     attention = np.zeros(shape, np.int64)

@@ -38,6 +38,7 @@ from engine.srht import SRHT
 BITS_PER_DIRECTION = 4  # beyond this, more bits would describe the same few directions
 QUANTISE = 500.0  # operations that quantising an entry of P takes, counted as float32 products
 HADAMARD = 200.0  # the same for one coordinate of one example in the SRHT
+_ROWS = 1024
 Progress = Callable[[float, float], None]
 
 
@@ -82,7 +83,7 @@ def fit_projection(
     widths = {block: [z[name].shape[1] for name in members] for block, members in blocks.items()}
     most = {block: bits if directions is None else round(directions * bits) for block, bits in wanted.items()}
     tell = _counter(operations(n, {block: sum(w) for block, w in widths.items()}, most, method, quantise=quantise), progress)
-    norms = squared_norms(z, names)
+    norms = squared_norms(z, names, tell)
     weights = np.divide(1.0, np.sqrt(norms), out=np.zeros_like(norms), where=norms > 0) if normalise else None
     product = torch.float32 if quantise else torch.float64  # two bits per entry need no more
     fit = _Fit(n, explicit_k, directions)
@@ -131,7 +132,11 @@ def fit_projection(
     )
     # the fitting examples' x = Z V comes out of the PCA as U Sigma; an SRHT has to be applied
     x = projection.finish(torch.cat(fitted, dim=1)).numpy() if fitted else project_rows(projection, z, tell=tell)
-    projection.c = geometric_mean_scale(projection.scales(x))
+    scales = []
+    for start in range(0, n, _ROWS):
+        scales.append(projection.scales(x[start : start + _ROWS]))
+        tell(0)
+    projection.c = geometric_mean_scale(np.concatenate(scales))
     return projection
 
 

@@ -55,13 +55,14 @@ def chunks(z: NDArray[np.float32], device: torch.device | str = "cpu", dtype: to
         yield part, held.to(device)
 
 
-def squared_norms(z: Coordinates, names: Sequence[str]) -> NDArray[np.float64]:
+def squared_norms(z: Coordinates, names: Sequence[str], tell: Tell = lambda operations: None) -> NDArray[np.float64]:
     """(n,) float64: ||z||^2 of each example over the named modules. Raises NumericalError naming module and row."""
     total = np.zeros(z[names[0]].shape[0])
     for name in names:
         own = np.zeros_like(total)
         for _, part in chunks(z[name]):
             own += np.einsum("nm,nm->n", part.numpy(), part.numpy(), dtype=np.float64)
+            tell(0)
         if not np.isfinite(own).all():
             raise NumericalError(f"module {name}: the coordinates of fitting example {int(np.flatnonzero(~np.isfinite(own))[0])} are not finite")
         total += own

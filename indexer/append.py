@@ -154,12 +154,3 @@ def _drift(store: Store, prepared: Prepared, sketcher: Sketcher, reporter: Repor
         text = f"warning: {text}. The projection does not span these rows well: index again with them, or expect poor rankings for what they teach"
     reporter.say(text, **found)
     return found
-
-
-def unfinished_append(path: Path) -> StoreError | None:
-    """An error for commands that would invalidate an interrupted append."""
-    before = interrupted(path)
-    if before is None or (before.get("command") == "append" and before.get("generation") != current_generation(path)):
-        return None
-    command = before.get("command", "index")
-    return StoreError(f"{path}: an interrupted `eogp {command}` is not finished; run its command again first, or discard it with --restart", code="other-run")

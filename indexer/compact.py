@@ -21,7 +21,7 @@ from engine.store.manifest import CURRENT, FileEntry, SegmentEntry
 from engine.store.merge import aligned, common_schema
 from engine.store.segment import CODES, ROWS, SCALES, SEGMENT_FILES
 from engine.store.writer import segment_name
-from indexer.append import unfinished_append
+from indexer.job import unfinished_append
 from indexer.report import reason_of
 
 CHUNK = 16_384

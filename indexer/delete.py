@@ -11,7 +11,7 @@ import numpy as np
 from engine.errors import DataError, SettingError
 from engine.search import compile_filter
 from engine.store import Store, StoreWriter
-from indexer.append import unfinished_append
+from indexer.job import unfinished_append
 
 
 def delete(path: Path, *, ids: Sequence[str] = (), where: dict[str, Any] | None = None) -> tuple[str, int]:

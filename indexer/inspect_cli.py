@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from engine.settings import with_settings
-from indexer.inspect_model import InspectSettings
+from indexer.settings import InspectSettings
 
 app = typer.Typer()
 inspect = typer.Typer(no_args_is_help=True, help="What indexing a model will take, or what a store holds.")

@@ -6,7 +6,6 @@ import re
 from dataclasses import dataclass, replace
 
 import torch
-from pydantic import Field
 from transformers import AutoTokenizer
 
 from engine.budget import SketchPlan, choose_budget
@@ -24,13 +23,6 @@ from engine.shapes import CARDS, Card, fit_hours, hub_config, named_config, with
 
 SAMPLED_ROWS = 2000  # tokenised to learn their mean length
 ROW_OVERHEAD = 80  # bytes of a stored row beside its sketch, text and token ids
-
-
-class InspectSettings(DataSettings, ModelSettings, FitSettings, SketchSettings):
-    """What `eogp inspect model` can be told."""
-
-    examples: int = Field(100_000, ge=1, description="Training examples to plan for, where no --data is given to count them.")
-    tokens_per_example: int = Field(512, ge=1, description="Mean tokens of an example, where no --data is given to measure them.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 from engine.errors import StoreError
 from engine.store.files import write_file
+from engine.store.manifest import current_generation
 
 WORK, IDENTITY = "work", "job.json"
 
@@ -69,6 +70,15 @@ def interrupted(store: Path) -> dict[str, Any] | None:
     """Identity of an interrupted run, or None."""
     path = store / WORK / IDENTITY
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def unfinished_append(path: Path) -> StoreError | None:
+    """An error for commands that would invalidate an interrupted append."""
+    before = interrupted(path)
+    if before is None or (before.get("command") == "append" and before.get("generation") != current_generation(path)):
+        return None
+    command = before.get("command", "index")
+    return StoreError(f"{path}: an interrupted `eogp {command}` is not finished; run its command again first, or discard it with --restart", code="other-run")
 
 
 def first_difference(a: Any, b: Any, where: str = "") -> str | None:

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,8 +17,10 @@ from engine.store.files import write_file
 from engine.store.manifest import read_manifest
 from engine.store.rows import fixed_width
 from engine.store.segment import ROWS, read_table
-from indexer.prepare import Prepared
 from indexer.reporter import Reporter, clock, size
+
+if TYPE_CHECKING:
+    from indexer.prepare import Prepared
 
 REASONS = {FLAG_NO_TARGET: "no target token", FLAG_ZERO: "zero gradient", FLAG_NONFINITE: "non-finite gradient"}
 LISTED = 1000

@@ -11,7 +11,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from transformers.utils.logging import disable_progress_bar
 
 _EVERY = 10.0  # seconds between lines where there is no terminal
 
@@ -54,6 +53,8 @@ class Reporter:
     def __init__(self, *, log_json: bool = False) -> None:
         self.log_json = log_json
         if log_json:
+            from transformers.utils.logging import disable_progress_bar
+
             disable_progress_bar()  # transformers' own, which is not JSON
         self.console = Console(stderr=True, highlight=False, soft_wrap=True)
         self.seconds: dict[str, float] = {}

@@ -45,4 +45,11 @@ class AppendSettings(DataSettings, ModelSettings, RunSettings, WorkerSettings):
     )
 
 
+class InspectSettings(DataSettings, ModelSettings, FitSettings, SketchSettings):
+    """What `eogp inspect model` can be told."""
+
+    examples: int = Field(100_000, ge=1, description="Training examples to plan for, where no --data is given to count them.")
+    tokens_per_example: int = Field(512, ge=1, description="Mean tokens of an example, where no --data is given to measure them.")
+
+
 OPERATIONAL = ("restart", "log_json", "device", "ray", "ray_workers")  # how a run is carried out, not what it makes

@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from engine.errors import StoreError
-from engine.model import fingerprint_mismatch, load_model
 from engine.settings import ModelSettings
 from engine.store import Store
 from engine.store.manifest import current_generation, read_manifest
 from engine.store.verify import faults
 from indexer.reporter import Reporter
-from indexer.weights import weights_hash
 
 
 def verify(path: Path, settings: ModelSettings | None = None, reporter: Reporter | None = None) -> list[tuple[str, str]]:
@@ -26,6 +24,9 @@ def verify(path: Path, settings: ModelSettings | None = None, reporter: Reporter
         return found
     store = Store.open(path)  # headers and counts against the manifest
     if settings is not None and settings.model:
+        from engine.model import fingerprint_mismatch, load_model  # seconds of imports that a check of the files does without
+        from indexer.weights import weights_hash
+
         loaded = load_model(store.model_settings(settings), check_dtype=False)
         difference = fingerprint_mismatch(manifest.model.fingerprint, loaded.fingerprint)
         if difference is None and manifest.model.weights not in (None, weights_hash(loaded)):

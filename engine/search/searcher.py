@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from threading import Lock
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from engine.blocks import BlockLayout
 from engine.search.candidates import hamming_candidates, pick_candidates
 from engine.search.exhaustive import Scanner
-from engine.search.gpu import GpuScanner
 from engine.search.request import ArraySegment, Score, SearchRequest, SearchResult, SegmentView, check, total_rows
 from engine.search.scoring import decode, score_rows
 from engine.search.topk import best, ranking
+
+if TYPE_CHECKING:
+    import torch
+
+    from engine.search.gpu import GpuScanner
 
 Engine = Literal["scan", "plain", "gpu"]
 PLAIN_BITS = 20_000_000  # a store this small is searched by numpy in less time than the scan takes to compile
@@ -51,14 +54,18 @@ class Searcher:
         self.calibration = list(calibration or [])
         self.threads = threads
         self.engine: Engine = engine or self._fastest(device)
-        self._device = device or torch.device("cpu")
+        self._device = device
         self._scan: Scanner | GpuScanner | None = None
         self._lock = Lock()
 
     def _fastest(self, device: torch.device | None) -> Engine:
         if self.n_rows * sum(self.layout.k) < PLAIN_BITS:
             return "plain"
-        return "gpu" if device is not None and GpuScanner.fits(self.segments, device) else "scan"
+        if device is None or device.type != "cuda":
+            return "scan"
+        from engine.search.gpu import GpuScanner  # commands that need no model do without torch
+
+        return "gpu" if GpuScanner.fits(self.segments, device) else "scan"
 
     def search(self, request: SearchRequest) -> SearchResult:
         """The top_k rows of each query in the directions asked for. Fewer come back where fewer are allowed."""
@@ -123,7 +130,9 @@ class Searcher:
     def _scanner(self) -> Scanner | GpuScanner:
         with self._lock:
             if self._scan is None and self.engine == "gpu":
-                self._scan = GpuScanner(self.segments, self.layout, self.c, self._device)
+                from engine.search.gpu import GpuScanner
+
+                self._scan = GpuScanner(self.segments, self.layout, self.c, self._device or "cpu")
             elif self._scan is None:
                 self._scan = Scanner(self.layout, self.c, threads=self.threads)
             return self._scan

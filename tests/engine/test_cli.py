@@ -48,3 +48,20 @@ def test_all_commands_are_joined() -> None:
     assert done.returncode == 0
     listed = set(re.findall(r"^\W*([a-z][\w-]*) ", done.stdout, re.MULTILINE))
     assert {"finetune", "index", "append", "delete", "compact", "verify", "inspect", "export", "evaluate", "serve", "query", "run"} <= listed
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["index", "--help"], ["inspect", "model", "--help"]])
+def test_help_is_quick(arguments: list[str]) -> None:
+    """Without the libraries whose import takes seconds."""
+    code = f"""if True:
+        import sys
+        from engine.cli import main
+        sys.argv = ["eogp", *{arguments!r}]
+        try:
+            main()
+        except SystemExit as stop:
+            assert stop.code == 0
+        sys.exit(", ".join({{"torch", "transformers", "datasets", "numba", "ray"}} & sys.modules.keys()) or 0)"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Usage" in done.stdout

@@ -22,7 +22,8 @@ from engine.modules import ModuleReport, track
 from engine.settings import FitSettings, SketchSettings
 from engine.shapes import CARDS, NAMED, fit_hours, named_config, without_storage
 from indexer.inspect_cli import app
-from indexer.inspect_model import InspectSettings, inspect_model, shared_bytes
+from indexer.inspect_model import inspect_model, shared_bytes
+from indexer.settings import InspectSettings
 
 # the paper's Table 2: bytes of an uncompressed gradient in 16 bit; modules
 TABLE2 = {"olmo2-1b": (2.147, 112), "olmo2-7b": (12.952, 224), "olmo2-13b": (25.376, 280), "olmo2-32b": (62.411, 448)}

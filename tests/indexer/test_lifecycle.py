@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -325,3 +327,18 @@ def test_export_can_be_scored_without_us(store: Path, tmp_path: Path) -> None:
     assert rows.column("id").to_pylist() == [r.id for r in opened.rows(live)]
     with pytest.raises(SettingError, match="not empty"):
         export(store, tmp_path / "out")
+
+
+def test_commands_that_need_no_model_load_no_torch(store: Path, tmp_path: Path) -> None:
+    code = f"""if True:
+        import sys
+        from typer.testing import CliRunner
+        from engine.cli import build
+        commands = [["verify", {str(store)!r}], ["delete", {str(store)!r}, "--ids", "0"], ["inspect", "store", {str(store)!r}],
+                    ["export", {str(store)!r}, {str(tmp_path / "out")!r}], ["compact", {str(store)!r}]]
+        for command in commands:
+            done = CliRunner().invoke(build(), command)
+            assert done.exit_code == 0, (command, done.output, done.exception)
+        sys.exit(", ".join({{"torch", "transformers", "datasets", "numba", "ray"}} & sys.modules.keys()) or 0)"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
