@@ -31,6 +31,16 @@ def serve(store: Annotated[Path, typer.Argument(help="The store that `eogp index
     keys = Keys.read(settings.api_keys)
     current_generation(store)
     listening = bind(settings.host, settings.port)
+    if settings.ray is not None:
+        from engine.cluster import parse_address, require_ray
+
+        listening.close()  # it was only to say early that the address is taken: Serve listens there itself
+        parse_address(settings.ray)
+        require_ray()
+        from service.cluster.deploy import run as run_on_cluster
+
+        run_on_cluster(store, settings)
+        return
     try:
         from service.engine_backend import EngineBackend
         from service.logs import configure

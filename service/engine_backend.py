@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path, PurePath
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from engine import query
 from engine.errors import EogpError, StoreError
 from engine.query import QueryEngine
-from engine.search import SearchRequest
+from engine.search import Searcher, SearchRequest
 from engine.settings import ModelSettings
 from engine.signs import FLAG_NO_TARGET, FLAG_NONFINITE, FLAG_ZERO
 from engine.store import Store, StoredRow
@@ -33,12 +33,12 @@ class EngineBackend:
         self.version = _version(engine.store.path, engine.store.generation)
 
     @classmethod
-    def open(cls, path: Path, settings: ServeSettings) -> EngineBackend:
-        """Open the store, then load its model. Raises StoreError or ModelError in one sentence."""
-        return cls._of(Store.open(path, verify=settings.verify), settings)
+    def open(cls, path: Path, settings: ServeSettings, searching: Callable[[Store], Searcher] | None = None) -> EngineBackend:
+        """Open the store, then load its model. searching: what makes the searcher of a generation. Raises StoreError or ModelError in one sentence."""
+        return cls._of(Store.open(path, verify=settings.verify), settings, searching)
 
     @classmethod
-    def _of(cls, store: Store, settings: ServeSettings) -> EngineBackend:
+    def _of(cls, store: Store, settings: ServeSettings, searching: Callable[[Store], Searcher] | None) -> EngineBackend:
         given = {name: getattr(settings, name) for name in ModelSettings.model_fields if name in settings.model_fields_set}
         limits = query.Limits(
             queries=settings.max_queries,
@@ -47,7 +47,7 @@ class EngineBackend:
             candidates=settings.max_candidates,
             new_tokens=settings.max_new_tokens,
         )
-        engine = QueryEngine.of(store, ModelSettings(**given), limits=limits)
+        engine = QueryEngine.of(store, ModelSettings(**given), limits=limits, searching=searching)
         if settings.max_query_tokens and settings.max_query_tokens < engine.loaded.max_length:
             engine.data = engine.data.model_copy(update={"max_length": settings.max_query_tokens})
         return cls(engine, settings)
@@ -175,7 +175,7 @@ class EngineBackend:
             return None
         store = Store.open(old.path, verify=self.settings.verify)
         same = store.manifest.model == old.manifest.model and store.manifest.sketch == old.manifest.sketch
-        return EngineBackend(self.engine.reopened(store), self.settings) if same else self._of(store, self.settings)
+        return EngineBackend(self.engine.reopened(store), self.settings) if same else self._of(store, self.settings, self.engine.searching)
 
 
 def spec_of(request: schemas.InfluenceRequest) -> query.QuerySpec:

@@ -58,6 +58,9 @@ CODES: dict[str, Code] = {
     "bad-store": Code(503, "The store cannot be read", "The operator has to run `eogp verify`."),
     "out-of-memory": Code(503, "Not enough memory for this request, even alone", "Send a shorter query, or ask for fewer results."),
     "worker-restarted": Code(503, "The inference thread had to be restarted", "Retry; the request was not answered."),
+    "shard-unavailable": Code(
+        503, "A part of the index does not answer", "Retry after the seconds in Retry-After; an answer is never made of some parts only."
+    ),
     "not-ready": Code(503, "The server is starting, stopping or stuck", "Retry after the seconds in Retry-After."),
     "deadline": Code(504, "The answer did not come within the deadline", "Retry when the load is lower, or send less at a time."),
 }

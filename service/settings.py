@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from engine.cluster import ClusterSettings
 from engine.settings import Bytes, ModelSettings, Settings
 
 
@@ -35,7 +36,15 @@ class QueueSettings(Settings):
     stuck_seconds: float = Field(120.0, gt=0, description="A batch that takes longer makes /readyz answer 503.")
 
 
-class ServeSettings(LimitSettings, QueueSettings, ModelSettings):
+class ShardSettings(ClusterSettings):
+    """Cluster."""
+
+    ray_shards: int = Field(1, ge=1, description="Parts of the index, each held by a process of its own on the cluster.")
+    ray_replicas: int = Field(1, ge=1, description="Processes that take requests and sketch queries, each with the model.")
+    shard_seconds: float = Field(5.0, gt=0, description="Longest wait for a part of the index; past it, 503.")
+
+
+class ServeSettings(LimitSettings, QueueSettings, ModelSettings, ShardSettings):
     """Server."""
 
     host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 for all.")

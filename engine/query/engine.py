@@ -7,7 +7,7 @@ needs the model in `finish` too.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -67,16 +67,29 @@ class QueryEngine:
     """A store opened together with its model."""
 
     def __init__(
-        self, store: Store, loaded: LoadedModel, sketcher: Sketcher, *, limits: Limits | None = None, data: DataSettings | None = None, threads: int = 0
+        self,
+        store: Store,
+        loaded: LoadedModel,
+        sketcher: Sketcher,
+        *,
+        limits: Limits | None = None,
+        data: DataSettings | None = None,
+        threads: int = 0,
+        searching: Callable[[Store], Searcher] | None = None,
     ) -> None:
+        """searching: what makes the searcher of a generation; by default one over the store's own segments, in this process."""
         self.store = store
         self.loaded = loaded
         self.sketcher = sketcher
         self.limits = limits or Limits()
         self.data = data or store.data_settings()
-        self.searcher = Searcher(
-            store.segments, store.layout, store.c, excluded=store.excluded, calibration=store.recall, threads=threads, device=loaded.device
-        )
+        self.searching = searching
+        if searching is not None:
+            self.searcher = searching(store)
+        else:
+            self.searcher = Searcher(
+                store.segments, store.layout, store.c, excluded=store.excluded, calibration=store.recall, threads=threads, device=loaded.device
+            )
 
     @classmethod
     def open(cls, path: Path | str, settings: ModelSettings | None = None, *, limits: Limits | None = None) -> QueryEngine:
@@ -88,20 +101,27 @@ class QueryEngine:
         return cls.of(store, settings, limits=limits)
 
     @classmethod
-    def of(cls, store: Store, settings: ModelSettings | None = None, *, limits: Limits | None = None) -> QueryEngine:
+    def of(
+        cls,
+        store: Store,
+        settings: ModelSettings | None = None,
+        *,
+        limits: Limits | None = None,
+        searching: Callable[[Store], Searcher] | None = None,
+    ) -> QueryEngine:
         """As `open`, for a store that is open already."""
         settings = store.model_settings(settings)
         loaded = load_model(settings, check_dtype=False)
         difference = fingerprint_mismatch(store.manifest.model.fingerprint, loaded.fingerprint)
         if difference:
             raise ModelError(f"{loaded.source} is not the model that {store.path} was built with: {difference}", field="model")
-        engine = cls(store, loaded, Sketcher.load(store.sketch_dir, loaded), limits=limits, threads=settings.threads)
+        engine = cls(store, loaded, Sketcher.load(store.sketch_dir, loaded), limits=limits, threads=settings.threads, searching=searching)
         engine.searcher.warm_up()
         return engine
 
     def reopened(self, store: Store) -> QueryEngine:
         """An engine on another generation of the same store: model and sketcher are shared, as no generation changes them."""
-        engine = QueryEngine(store, self.loaded, self.sketcher, limits=self.limits, data=self.data, threads=self.searcher.threads)
+        engine = QueryEngine(store, self.loaded, self.sketcher, limits=self.limits, data=self.data, threads=self.searcher.threads, searching=self.searching)
         engine.searcher.warm_up()
         return engine
 

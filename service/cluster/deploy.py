@@ -1,0 +1,107 @@
+"""`eogp serve --ray`: shards of the index and replicas of the server as Ray Serve deployments, until a signal."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import structlog
+from ray import serve
+
+from engine import errors
+from engine.cluster import joined
+from engine.errors import EogpError, ModelError, SettingError
+from engine.store import Store
+from service.cluster.searching import Searching
+from service.cluster.shard import Shard
+from service.security import Keys
+from service.settings import ServeSettings
+
+APP = "eogp"
+log = structlog.get_logger("eogp.server")
+_RAISED = re.compile(r"(?:engine|service)\.errors\.(\w+): (.+)")
+
+
+@serve.ingress()
+class Replica:
+    """The same application as a server of its own, over a searcher that asks the shards."""
+
+    def __init__(self, path: Path, settings: ServeSettings, *shards: Any) -> None:
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        from service.app import create_app
+        from service.engine_backend import EngineBackend
+        from service.logs import configure
+
+        configure(settings)
+        backend = EngineBackend.open(path, settings, Searching(shards, settings.shard_seconds))
+        self.made = create_app(backend, settings, Keys.read(settings.api_keys))
+
+    def __serve_build_asgi_app__(self) -> Any:
+        return self.made
+
+
+def application(path: Path, settings: ServeSettings, resources: dict[str, float]) -> Any:
+    """The Serve application. resources: what the cluster has, by Ray's names."""
+    threads = max(settings.threads, 1)
+    on_gpu = resources.get("GPU", 0) > 0 and settings.device in ("auto", "cuda")
+    shards = [
+        serve.deployment(Shard).options(name=f"shard-{i}", ray_actor_options={"num_cpus": 1}, max_ongoing_requests=64).bind(path, i, settings.ray_shards)
+        for i in range(settings.ray_shards)
+    ]
+    server = serve.deployment(Replica).options(
+        name="server",
+        num_replicas=settings.ray_replicas,
+        ray_actor_options={"num_cpus": threads, "num_gpus": 1 if on_gpu else 0},
+        max_ongoing_requests=4 * settings.max_queue,  # the application's own queue is the bound that clients see
+        graceful_shutdown_timeout_s=settings.grace_seconds,
+    )
+    return server.bind(path, settings, *shards)
+
+
+def run(store: Path, settings: ServeSettings) -> None:
+    """Serve until a signal. Raises StoreError, ModelError or SettingError in one sentence."""
+    assert settings.ray is not None
+    rows = Store.open(store).n_rows
+    with joined(settings.ray) as ray:
+        resources = ray.cluster_resources()
+        needed = settings.ray_shards + settings.ray_replicas * max(settings.threads, 1)
+        if resources.get("CPU", 0) < needed:
+            raise SettingError(
+                f"--ray-shards and --ray-replicas need {needed} CPUs together, and the cluster has {resources.get('CPU', 0):g}", field="ray_shards"
+            )
+        ended = threading.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: ended.set())
+        serve.start(http_options={"host": settings.host, "port": settings.port, "location": "EveryNode"}, logging_config={"log_level": "ERROR"})
+        try:
+            deploy(store.resolve(), settings, resources)
+            host = f"[{settings.host}]" if ":" in settings.host else settings.host
+            print(f"serving {rows:,} examples at http://{host}:{settings.port} (description of the API: /docs); Ctrl-C ends it", flush=True)
+            ended.wait()
+            log.info("draining")
+        finally:
+            serve.delete(APP)
+            if not serve.status().applications:
+                serve.shutdown()
+
+
+def deploy(store: Path, settings: ServeSettings, resources: dict[str, float]) -> None:
+    """Start the application and wait until it answers. Raises the error of a replica that cannot start."""
+    try:
+        serve.run(application(store, settings, resources), name=APP, route_prefix="/")
+    except RuntimeError as e:
+        raise _failure() or e from None
+
+
+def _failure() -> EogpError | None:
+    """Why the deployment failed, where a replica raised one of our own errors: Serve keeps its traceback as text."""
+    found = serve.status().applications.get(APP)
+    for deployment in found.deployments.values() if found is not None else ():
+        for name, sentence in reversed(_RAISED.findall(deployment.message)):
+            kind = getattr(errors, name, ModelError)
+            return kind(sentence) if issubclass(kind, EogpError) else ModelError(sentence)
+    return None
