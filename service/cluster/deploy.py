@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,11 @@ from engine import errors
 from engine.cluster import joined
 from engine.errors import EogpError, ModelError, SettingError
 from engine.store import Store
+from service.app import create_app
 from service.cluster.searching import Searching
 from service.cluster.shard import Shard
+from service.engine_backend import EngineBackend
+from service.logs import configure
 from service.security import Keys
 from service.settings import ServeSettings
 
@@ -30,18 +35,18 @@ _RAISED = re.compile(r"(?:engine|service)\.errors\.(\w+): (.+)")
 class Replica:
     """The same application as a server of its own, over a searcher that asks the shards."""
 
-    def __init__(self, path: Path, settings: ServeSettings, *shards: Any) -> None:
+    async def __init__(self, path: Path, settings: ServeSettings, *shards: Any) -> None:  # type: ignore[misc]  # Serve awaits it
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        from service.app import create_app
-        from service.engine_backend import EngineBackend
-        from service.logs import configure
-
-        configure(settings)
-        backend = EngineBackend.open(path, settings, Searching(shards, settings.shard_seconds))
-        self.made = create_app(backend, settings, Keys.read(settings.api_keys))
+        self.made = await asyncio.to_thread(_application, path, settings, shards)  # the shards are waited for, which the event loop must not do
 
     def __serve_build_asgi_app__(self) -> Any:
         return self.made
+
+
+def _application(path: Path, settings: ServeSettings, shards: Sequence[Any]) -> Any:
+    configure(settings)
+    backend = EngineBackend.open(path, settings, Searching(shards, settings.shard_seconds))
+    return create_app(backend, settings, Keys.read(settings.api_keys))
 
 
 def application(path: Path, settings: ServeSettings, resources: dict[str, float]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ray.exceptions import RayError
@@ -26,7 +26,6 @@ class Searching:
 
     handles: Sequence[Any]
     seconds: float
-    waiting: list[Any] = field(default_factory=list, repr=False)
 
     def __call__(self, store: Store) -> Searcher:
         version = (store.path / "generations" / store.generation / MANIFEST_HASH).read_bytes()
