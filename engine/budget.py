@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from engine.blocks import SCALE_BYTES, BlockKind, BlockLayout, blocks_of
 from engine.errors import SettingError
-from engine.fit_projection import BITS_PER_DIRECTION, fit_projection
+from engine.fit_projection import BITS_PER_DIRECTION, HADAMARD, Progress, fit_projection, operations
 from engine.pca import Coordinates
 from engine.projection import Method, Projection
 from engine.quantised import PER_BYTE
@@ -96,7 +97,32 @@ class SketchPlan:
         form = StoredForm(self.method, self.directions, self.quantise, self.n_fit)
         return sum(form.frame(self.k[block]) + form.row(self.k[block]) * sum(self.m[name] for name in members) for block, members in self.blocks.items())
 
-    def fit(self, z: Coordinates, *, seed: int, device: torch.device | str = "cpu") -> Projection:
+    @property
+    def operations(self) -> float:
+        """Of fitting stage 2, counted as float32 products."""
+        return operations(
+            self.n_fit,
+            {block: sum(self.m[name] for name in members) for block, members in self.blocks.items()},
+            self._columns,
+            self.method,
+            quantise=self.quantise,
+        )
+
+    @property
+    def entries(self) -> int:
+        """Of P, one product and one sum each for every example; for the SRHT what its transforms come to."""
+        if self.method == "srht":
+            return int(HADAMARD / 2) * sum(self.m.values())
+        return sum(self._columns[block] * sum(self.m[name] for name in members) for block, members in self.blocks.items())
+
+    @property
+    def _columns(self) -> dict[str, int]:
+        form = StoredForm(self.method, self.directions, self.quantise, self.n_fit)
+        return {block: form.columns(k) for block, k in self.k.items()}
+
+    def fit(
+        self, z: Coordinates, *, seed: int, device: torch.device | str = "cpu", progress: Progress = lambda done, total: None, checkpoint: Path | None = None
+    ) -> Projection:
         """Fit stage 2 as planned on z {module: (n, m_u) float32}; see `fit_projection`."""
         return fit_projection(
             z,
@@ -113,6 +139,8 @@ class SketchPlan:
             flatten=self.flatten,
             quantise=self.quantise,
             device=device,
+            progress=progress,
+            checkpoint=checkpoint,
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -191,18 +191,18 @@ def _block_spectrum(
     if kept is not None and kept.is_file():
         with np.load(kept) as stored:
             tell(sum(gram_operations(n, z[name].shape[1], product) for name in members) + EIGH * n**3)
-            return Spectrum(stored["singular"], torch.from_numpy(stored["vectors"]).to(device), float(stored["energy"]))
+            return Spectrum(stored["singular"], torch.from_numpy(stored["vectors"]).to(device), stored["norms"])
     matrix = gram(z, members, device, product=product, tell=tell)
     if weights is not None:
         w = torch.from_numpy(weights).to(matrix.device)
         matrix.mul_(w[:, None]).mul_(w)
     found = spectrum(matrix, drop=DROP_FAST if product == torch.float32 else DROP, tell=tell)
-    found = Spectrum(found.singular, found.vectors[:, : max(columns, 1)].contiguous(), found.energy)
+    found = Spectrum(found.singular, found.vectors[:, : max(columns, 1)].contiguous(), found.norms)
     if kept is not None:
         kept.parent.mkdir(parents=True, exist_ok=True)
         temporary = kept.with_name(kept.name + ".tmp")
         with temporary.open("wb") as file:
-            np.savez(file, singular=found.singular, vectors=found.vectors.cpu().numpy(), energy=found.energy)
+            np.savez(file, singular=found.singular, vectors=found.vectors.cpu().numpy(), norms=found.norms)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(kept)

@@ -32,11 +32,17 @@ _LOOK = 0.2  # seconds between two looks at a stop request while LAPACK is at wo
 
 @dataclass(frozen=True, slots=True)
 class Spectrum:
-    """singular (r,) float64, descending, those above the drop; vectors (n, r) float64 on the device: U; energy: sum of ALL sigma^2."""
+    """singular (r,) float64, descending, those above the drop; vectors (n, r) float64 on the device: U, or its leading columns; norms (n,) float64: the
+    Gram matrix's diagonal."""
 
     singular: NDArray[np.float64]
     vectors: torch.Tensor
-    energy: float
+    norms: NDArray[np.float64]
+
+    @property
+    def energy(self) -> float:
+        """Sum of ALL sigma^2."""
+        return float(self.norms.sum())
 
     @property
     def rank(self) -> int:
@@ -96,12 +102,11 @@ def gram_operations(n: int, width: int, product: torch.dtype) -> float:
 
 def spectrum(matrix: torch.Tensor, *, drop: float = DROP, tell: Tell = lambda operations: None) -> Spectrum:
     """Eigendecomposition of a Gram matrix, directions with sigma < drop * sigma_1 left out."""
-    energy = float(matrix.diagonal().sum())
     values, vectors = _interruptible(lambda: _decompose(matrix), tell)
     singular = values.flip(0).clamp(min=0).sqrt()
     rank = int((singular >= drop * singular[0]).sum()) if float(singular[0]) > 0 else 0
     tell(EIGH * float(len(matrix)) ** 3)
-    return Spectrum(singular[:rank].cpu().numpy(), vectors.flip(1)[:, :rank], energy)
+    return Spectrum(singular[:rank].cpu().numpy(), vectors.flip(1)[:, :rank], matrix.diagonal().cpu().numpy().copy())
 
 
 def _decompose(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,6 +152,7 @@ def loading(
         return torch.zeros(n, d, dtype=torch.float64, device=found.vectors.device), torch.zeros(n, d)
     u, sigma, gain = found.vectors[:, :d], torch.from_numpy(found.singular[:d]), torch.from_numpy(gains)
     left, own = u * (gain / sigma).to(u.device), u * (gain * sigma).to(u.device)
+    own[torch.from_numpy(found.norms == 0).to(u.device)] = 0  # exactly: such an example has no scale
     if weights is not None:
         w = torch.from_numpy(weights).to(u.device)[:, None]
         left, own = left * w, own / torch.where(w > 0, w, torch.inf)

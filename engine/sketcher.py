@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -137,10 +138,10 @@ def spill_coordinates(
     return z
 
 
-def spill_files(coordinates: CoordinateMap, n: int, folder: Path) -> dict[str, NDArray[np.float32]]:
-    """New arrays for the coordinates of n examples: {module: (n, m_u) float32, memory-mapped}."""
+def spill_files(coordinates: CoordinateMap, n: int, folder: Path, mode: Literal["r", "w+"] = "w+") -> dict[str, NDArray[np.float32]]:
+    """Arrays for the coordinates of n examples, new ones or those of an earlier run ("r"): {module: (n, m_u) float32, memory-mapped}."""
     folder.mkdir(parents=True, exist_ok=True)
     return {
-        name: np.lib.format.open_memmap(folder / f"{i}.npy", mode="w+", dtype=np.float32, shape=(n, width))
+        name: np.lib.format.open_memmap(folder / f"{i}.npy", mode=mode, dtype=np.float32, shape=(n, width))
         for i, (name, width) in enumerate(coordinates.widths.items())
     }

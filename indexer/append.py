@@ -12,7 +12,7 @@ import torch
 from engine.data.fingerprint import fingerprint_sources
 from engine.data.reading import find_sources
 from engine.data.settings import DataSettings
-from engine.errors import ModelError, StoreError
+from engine.errors import ModelError
 from engine.fit_curvature import sample_positions
 from engine.model import LoadedModel, fingerprint_mismatch, load_model
 from engine.sketcher import Sketcher

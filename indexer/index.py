@@ -6,6 +6,7 @@ prepare (read, tokenise) -> curvature -> projection (select, spill, PCA, left-ou
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine.budget import SketchPlan, choose_budget
 from engine.coordinates import CoordinateMap
@@ -25,15 +27,15 @@ from engine.model import LoadedModel, load_model
 from engine.modules import ModuleReport, track
 from engine.search import Searcher
 from engine.selection import select_coordinates
-from engine.sketcher import Sketcher
+from engine.sketcher import Sketcher, spill_files
 from engine.store import Manifest, Store, StoreWriter
-from engine.store.files import disk_errors, new_folder
+from engine.store.files import disk_errors, fsync, new_folder, write_file
 from engine.store.manifest import CURRENT, ModelEntry, SegmentEntry, SketchEntry, SourceEntry, current_generation, read_manifest
 from indexer.calibrate import candidate_recall, coverage_summary
 from indexer.executor import Executor, executor_for
 from indexer.interruption import StopRequest, stop_on_signals
 from indexer.job import WORK, Job, first_difference
-from indexer.plan import describe, estimate, measure_rate, require_disk, require_memory
+from indexer.plan import describe, estimate, measure_rates, require_disk, require_memory
 from indexer.prepare import Prepared, prepare
 from indexer.report import count_flags, write_report
 from indexer.reporter import Reporter
@@ -42,7 +44,8 @@ from indexer.settings import OPERATIONAL, IndexSettings
 from indexer.versions import versions
 from indexer.weights import weights_hash
 
-LEFT_OUT, CALIBRATION = "left_out.npz", "calibration.json"
+LEFT_OUT, CALIBRATION, COMPLETE = "left_out.npz", "calibration.json", "complete"
+GIGA = 1e9
 
 
 def index(store: Path, settings: IndexSettings, reporter: Reporter | None = None) -> dict[str, Any]:
@@ -128,8 +131,8 @@ class Indexing:
     def _plan(self, prepared: Prepared, samples: Samples) -> None:
         plan = choose_budget(self.modules.tracked, self.settings, n_fit=len(samples.pca))
         self.reporter.event("calibrating")
-        rate = measure_rate(self.loaded, self.modules, prepared, self.settings)
-        found = estimate(prepared, self.modules, plan, samples, self.settings, self.loaded, rate)
+        rates = measure_rates(self.loaded, self.modules, prepared, self.settings)
+        found = estimate(prepared, self.modules, plan, samples, self.settings, self.loaded, rates)
         self.keeps_curvature = found.keeps_curvature
         bad = sum(1 for _ in prepared.bad_rows())
         self.reporter.say("\n".join(describe(prepared, self.modules, plan, samples, self.loaded, found, bad)))
@@ -173,24 +176,39 @@ class Indexing:
         plan = choose_budget(usable, self.settings, n_fit=len(samples.pca))
         selected = select_coordinates(curvature, plan.blocks, plan.m, joint=plan.joint)
         coordinates = CoordinateMap.from_curvature(self.loaded, curvature, selected.positions)
-        shutil.rmtree(self.job.coordinates, ignore_errors=True)
-        with self.reporter.stage("projection", total=len(samples.pca) + len(samples.held_out)) as stage:
+        z = self._coordinates(prepared, samples, coordinates)
+        with self.reporter.stage("projection", unit="GFLOP") as stage:
 
-            def progress(n: int) -> None:
-                stage.advance(n)
+            def progress(done: float, total: float) -> None:
+                stage.reach(int(done / GIGA), math.ceil(total / GIGA))
                 self.stop.check("while fitting the projection")
 
-            examples = prepared.examples(samples.pca)
-            z = self.executor.spill(coordinates, examples, prepared.rows(samples.pca), self.job.coordinates, self.settings.batch_tokens, progress)
-            projection = plan.fit(z, seed=self.settings.seed, device=self.loaded.device)
+            projection = plan.fit(z, seed=self.settings.seed, device=self.loaded.device, progress=progress, checkpoint=self.job.coordinates)
             del z
             sketcher = Sketcher(self.loaded, coordinates, projection, batch_tokens=self.settings.batch_tokens)
             sketcher.save(folder)
             sketcher = Sketcher.load(folder, self.loaded, batch_tokens=self.settings.batch_tokens)  # what is stored is what is used
             self._left_out(prepared, samples, sketcher, folder)
-            stage.advance(len(samples.held_out))
         fitted = {"plan": _described(plan, selected.kept_share), "skipped": curvature.skipped, "coverage": self._coverage}
         (folder / CALIBRATION).write_text(json.dumps(fitted), encoding="utf-8")
+
+    def _coordinates(self, prepared: Prepared, samples: Samples, coordinates: CoordinateMap) -> dict[str, NDArray[np.float32]]:
+        """Stage-1 coordinates of the projection's fitting set on disk; those of an interrupted run where they are all there."""
+        folder = self.job.coordinates
+        if (folder / COMPLETE).is_file():
+            return spill_files(coordinates, len(samples.pca), folder, mode="r")
+        shutil.rmtree(folder, ignore_errors=True)
+        with self.reporter.stage("coordinates", total=len(samples.pca)) as stage:
+
+            def progress(n: int) -> None:
+                stage.advance(n)
+                self.stop.check("before fitting the projection")
+
+            z = self.executor.spill(coordinates, prepared.examples(samples.pca), prepared.rows(samples.pca), folder, self.settings.batch_tokens, progress)
+            for file in sorted(folder.iterdir()):
+                fsync(file)
+            write_file(folder / COMPLETE, "")
+        return z
 
     def _left_out(self, prepared: Prepared, samples: Samples, sketcher: Sketcher, folder: Path) -> None:
         """Query coordinates of the left-out rows, for calibration when all rows are sketched."""

@@ -18,8 +18,8 @@ from engine.groups import factor_bytes, in_gb
 from engine.memory import FitEstimate, estimate_fit, free_memory, weight_bytes
 from engine.model import LoadedModel, load_model
 from engine.modules import ModuleReport, track
-from engine.settings import FitSettings, ModelSettings, SketchSettings
 from engine.shapes import CARDS, Card, fit_hours, hub_config, named_config, without_storage
+from indexer.settings import InspectSettings
 
 SAMPLED_ROWS = 2000  # tokenised to learn their mean length
 ROW_OVERHEAD = 80  # bytes of a stored row beside its sketch, text and token ids

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,13 +23,22 @@ from indexer.reporter import clock, size
 from indexer.samples import Samples
 from indexer.settings import IndexSettings
 
-_FLOAT = 4
+_FLOAT, _DOUBLE = 4, 8
+_PRODUCT = (512, 4096, 1024)  # shape of the matrix product that is timed
 KEPT_BY_DEFAULT = 2_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
+class Rates:
+    """tokens: per second of a forward and backward pass; products: floating-point operations per second of a float32 matrix product."""
+
+    tokens: float
+    products: float
+
+
+@dataclass(frozen=True, slots=True)
 class Estimate:
-    """Bytes and seconds. disk: at its peak, while fitting; store: what stays; memory: beside the model and its activations."""
+    """Bytes and seconds; projection_seconds: of them, for the PCA. disk: at its peak, while fitting; store: what stays; memory: beside the model and its activations."""
 
     curvature: int
     spill: int
@@ -38,6 +47,7 @@ class Estimate:
     memory: int
     model: int
     seconds: float
+    projection_seconds: float
     keeps_curvature: bool
 
     @property
@@ -50,48 +60,61 @@ class Estimate:
 
 
 def estimate(
-    prepared: Prepared, report: ModuleReport, plan: SketchPlan, samples: Samples, settings: IndexSettings, loaded: LoadedModel, rate: float
+    prepared: Prepared, report: ModuleReport, plan: SketchPlan, samples: Samples, settings: IndexSettings, loaded: LoadedModel, rates: Rates
 ) -> Estimate:
-    """From shapes and counts; `rate` is tokens per second of one forward and backward pass."""
+    """From shapes, counts and measured rates."""
     groups = {m.input_group: m.d_in for m in report.tracked}
     curvature = _FLOAT * (sum(m.d_out * m.d_out + m.d_out * m.d_in for m in report.tracked) + sum(d * d for d in groups.values()))
     width = sum(plan.m.values())
     columns = _FLOAT * sum(m.d_out * min(m.d_out, plan.m[m.name]) + m.d_in * min(m.d_in, plan.m[m.name]) for m in report.tracked)
     shared = plan.projection_bytes + columns + 12 * width
     rows = prepared.n * (plan.payload_bytes + 80) + prepared.total("text_bytes") + 4 * prepared.total("tokens")
-    gram = 3 * 8 * len(samples.pca) ** 2 if plan.method == "pca" else 0
+    gram = 3 * _DOUBLE * len(samples.pca) ** 2 if plan.method == "pca" else 0
     keeps = settings.keep_curvature if settings.keep_curvature is not None else curvature < KEPT_BY_DEFAULT
     tokens = prepared.total("tokens")
     per_row = tokens / max(prepared.n, 1)
+    projection = plan.operations / rates.products
+    applied = prepared.n * 2.0 * plan.entries / rates.products
     passes = 2 * len(samples.curvature) * per_row + len(samples.pca) * per_row + tokens
     return Estimate(
         curvature=curvature,
-        spill=_FLOAT * width * len(samples.pca),
+        spill=(_FLOAT * width + _DOUBLE * sum(plan.k.values())) * len(samples.pca),
         shared=shared,
         rows=rows,
         memory=max(fit_budget(loaded, report.tracked, settings), gram + 2 * plan.projection_bytes),
         model=sum(p.numel() * p.element_size() for p in loaded.model.parameters()),
-        seconds=1.3 * passes / rate,
+        seconds=1.3 * passes / rates.tokens + projection + applied,
+        projection_seconds=projection,
         keeps_curvature=keeps,
     )
 
 
-def measure_rate(loaded: LoadedModel, report: ModuleReport, prepared: Prepared, settings: IndexSettings) -> float:
-    """Tokens per second of a forward and backward pass, from one batch (after one to warm up)."""
+def measure_rates(loaded: LoadedModel, report: ModuleReport, prepared: Prepared, settings: IndexSettings) -> Rates:
+    """From one batch and one matrix product, each after one to warm up."""
     n = min(prepared.n, 32)
     positions = np.linspace(0, prepared.n - 1, n).astype(np.int64)
     examples = prepared.examples(np.unique(positions))
     kept = examples[: max(1, settings.batch_tokens // max(len(e) for e in examples))]
     batch = collate(kept, list(range(len(kept))), loaded.pad_id, loaded.device)
     capture = Capture(loaded, report.tracked)
+    m, n, k = _PRODUCT
+    left, right = (torch.ones(shape, dtype=torch.float32, device=loaded.device) for shape in ((m, n), (n, k)))
+    return Rates(
+        sum(len(e) for e in kept) / _second_time(lambda: capture.run(batch, lambda *_: None), loaded.device),
+        2.0 * m * n * k / _second_time(lambda: left @ right, loaded.device),
+    )
+
+
+def _second_time(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds that the work takes when it is done for the second time."""
     seconds = 0.0
     for _ in range(2):
         started = time.perf_counter()
-        capture.run(batch, lambda *_: None)
-        if loaded.device.type == "cuda":
-            torch.cuda.synchronize(loaded.device)
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         seconds = time.perf_counter() - started
-    return sum(len(e) for e in kept) / seconds
+    return seconds
 
 
 def describe(prepared: Prepared, report: ModuleReport, plan: SketchPlan, samples: Samples, loaded: LoadedModel, found: Estimate, bad: int) -> list[str]:
@@ -108,7 +131,7 @@ def describe(prepared: Prepared, report: ModuleReport, plan: SketchPlan, samples
         f"memory     {size(found.model)} model, about {size(found.memory)} for fitting; {size(free_memory(loaded.device))} free on {loaded.device}",
         f"disk       {size(found.store)} when done ({size(found.rows)} rows and sketches, {size(found.shared)} shared"
         f"{f', {size(found.curvature)} curvature kept' if found.keeps_curvature else ''}), {size(found.disk)} at its peak",
-        f"time       about {clock(found.seconds)}, from one measured batch",
+        f"time       about {clock(found.seconds)}, {clock(found.projection_seconds)} of it for fitting the projection; from one measured batch and matrix product",
     ]
 
 

@@ -66,7 +66,18 @@ def test_the_plan_fits_what_it_promises() -> None:
     for values in ({}, {"method": "eogp"}, {"method": "eogp-r"}, {"method": "paper", "k": 16}, {"rotate": False}):
         plan = choose_budget(model(2), settings(bytes_per_example=10, projection_bytes=20000, **values), n_fit=40)
         z = {name: rng.standard_normal((40, m)).astype(np.float32) for name, m in plan.m.items()}
-        projection = plan.fit(z, seed=0)
+        steps: list[tuple[float, float]] = []
+
+        def progress(done: float, total: float, steps: list[tuple[float, float]] = steps) -> None:
+            steps.append((done, total))
+
+        projection = plan.fit(z, seed=0, progress=progress)
+        assert {total for _, total in steps} == {plan.operations} and steps[-1][0] == pytest.approx(plan.operations)
+        assert (
+            plan.entries
+            == sum(m * d for block, d in zip(plan.blocks, projection.directions, strict=True) for m in (plan.m[name] for name in plan.blocks[block]))
+            or plan.method == "srht"
+        )
         assert projection.layout == plan.layout
         assert projection.projection_bytes == plan.projection_bytes
         assert projection.scale == plan.scale

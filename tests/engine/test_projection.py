@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]  # torch's stubs leave it out
 
 from engine.errors import NumericalError, SettingError, StoreError
 from engine.fit_projection import fit_projection, project_rows
@@ -270,3 +274,89 @@ def test_one_bit_scores_of_fitting_examples_track_the_floats() -> None:
     exact = x.astype(np.float64) @ x.T
     assert np.corrcoef(bits.ravel(), exact.ravel())[0, 1] > 0.9
     np.testing.assert_allclose(np.diag(bits), np.diag(exact), rtol=2e-3)
+
+
+class StopError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("options", [{}, {"directions": 0.5, "refine": 1, "quantise": True, "normalise": True}, {"method": "srht"}])
+def test_a_stopped_fit_goes_on_to_the_same_projection(options: dict[str, Any], tmp_path: Path) -> None:
+    z, blocks = coordinates(30), BLOCKS["layer"]
+    whole, steps = fit_projection(z, blocks, 8, **options), []
+
+    def progress(done: float, total: float) -> None:
+        steps.append(done / total)
+
+    def stop(done: float, total: float) -> None:
+        if done > 0.6 * total:
+            raise StopError
+
+    fit_projection(z, blocks, 8, progress=progress, **options)
+    assert steps == sorted(steps) and steps[-1] == pytest.approx(1)
+    with pytest.raises(StopError):
+        fit_projection(z, blocks, 8, progress=stop, checkpoint=tmp_path, **options)
+    kept = sorted(p.name for p in tmp_path.iterdir())
+    assert kept == ([] if options.get("method") == "srht" else ["spectrum-0.npz"])
+    for name in kept:  # what is kept is used: another spectrum gives another projection
+        np.testing.assert_array_less(0, np.load(tmp_path / name)["singular"])
+    again = fit_projection(z, blocks, 8, checkpoint=tmp_path, **options)
+    assert torch.equal(again.project(tensors(z)), whole.project(tensors(z)))
+    np.testing.assert_array_equal(again.c, whole.c)
+    assert again.info == whole.info
+
+
+def test_a_kept_spectrum_is_not_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    z = coordinates(30)
+    fit_projection(z, BLOCKS["layer"], 8, checkpoint=tmp_path)
+    monkeypatch.setattr("engine.fit_projection.gram", lambda *_, **__: pytest.fail("the Gram matrix was computed again"))
+    fit_projection(z, BLOCKS["layer"], 8, checkpoint=tmp_path)
+
+
+def test_a_long_decomposition_can_be_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs inside one library call is left behind, and a failure of it arrives."""
+    release, looks = threading.Event(), [0]
+
+    def tell(operations: float) -> None:
+        looks[0] += 1
+        if looks[0] == 3:
+            raise StopError
+
+    monkeypatch.setattr("engine.pca._LOOK", 0.01)
+    monkeypatch.setattr("engine.pca._decompose", lambda matrix: release.wait(60))
+    started = time.monotonic()
+    with pytest.raises(StopError):
+        spectrum(torch.eye(3, dtype=torch.float64), tell=tell)
+    assert time.monotonic() - started < 5
+    release.set()
+    monkeypatch.setattr("engine.pca._decompose", lambda matrix: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        spectrum(torch.eye(3, dtype=torch.float64))
+
+
+def test_a_solver_that_gives_up_leaves_the_work_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix = gram(coordinates(9), list(WIDTHS))
+    expected = spectrum(matrix)
+    solve, calls = torch.linalg.eigh, [0]
+
+    def first_fails(given: torch.Tensor) -> Any:
+        calls[0] += 1
+        if calls[0] == 1:
+            raise LinAlgError("no convergence")
+        return solve(given)
+
+    monkeypatch.setattr("torch.linalg.eigh", first_fails)
+    np.testing.assert_allclose(spectrum(matrix).singular, expected.singular, rtol=1e-9)
+
+
+@pytest.mark.parametrize("options", [{"rotate": True}, {"rotate": False}, {"directions": 0.6, "refine": 2, "flatten": 0.3}])
+@pytest.mark.parametrize("normalise", [False, True])
+def test_c_needs_no_second_look_at_the_coordinates(options: dict[str, Any], normalise: bool) -> None:
+    """U Sigma is Z V: c is the mean scale of the projected fitting examples, an example without energy left out."""
+    z = coordinates(30)
+    for values in z.values():
+        values[4] = 0
+    projection = fit_projection(z, BLOCKS["layer"], 8, normalise=normalise, dtype=torch.float32, **options)
+    s = projection.scales(project_rows(projection, z))
+    assert (s[4] == 0).all()
+    np.testing.assert_allclose(projection.c, np.exp(np.log(np.delete(s, 4, 0)).mean(axis=0)), rtol=2e-4)

@@ -129,7 +129,7 @@ def test_the_command_prints_plan_and_report(tmp_path: Path, tiny_model_folder: P
     small = ["--shard-rows", "16", "--bytes-per-example", "8", "--m", "16"]
     ran = CliRunner().invoke(build(), ["index", str(tmp_path / "s"), "--model", str(tiny_model_folder), "--data", str(data), *small])
     assert ran.exit_code == 0, ran.output
-    for word in ("30 examples", "tracked 8 modules", "8 bytes per example", "memory", "disk", "time", "generation 000001, 30 rows"):
+    for word in ("30 examples", "tracked 8 modules", "8 bytes per example", "memory", "disk", "of it for fitting the projection", "generation 000001, 30 rows"):
         assert word in ran.output
     missing = CliRunner().invoke(build(), ["index", str(tmp_path / "t"), "--model", str(tiny_model_folder), "--data", str(tmp_path / "none.jsonl")])
     assert isinstance(missing.exception, DataError) and not (tmp_path / "t").exists()
@@ -139,7 +139,7 @@ def test_events_are_json_lines(tmp_path: Path, index_settings: Make, capfd: pyte
     index(tmp_path / "store", index_settings(write_jsonl(tmp_path / "d.jsonl", corpus(20))))
     events = [json.loads(line) for line in capfd.readouterr().err.splitlines()]  # nothing else is written there
     stages = [e["stage"] for e in events if e["event"] == "stage" and e["state"] == "finished"]
-    assert stages == ["prepare", "curvature", "projection", "sketch", "finish"]
+    assert stages == ["prepare", "curvature", "coordinates", "projection", "sketch", "finish"]
     assert events[-1]["event"] == "report" and events[-1]["counts"]["rows"] == 20
 
 

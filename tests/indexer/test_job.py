@@ -67,11 +67,11 @@ def test_the_first_signal_asks_the_second_insists() -> None:
 
 
 def test_what_does_not_fit_is_refused_with_the_numbers(tmp_path: Path) -> None:
-    whole = Estimate(curvature=10**15, spill=2 * 10**15, shared=10**6, rows=10**9, memory=0, model=0, seconds=1, keeps_curvature=True)
+    whole = Estimate(curvature=10**15, spill=2 * 10**15, shared=10**6, rows=10**9, memory=0, model=0, seconds=1, projection_seconds=0, keeps_curvature=True)
     assert whole.store == 10**15 + 10**6 + 10**9
     with pytest.raises(LimitError, match=r"needs about 4,000 TB of disk at its peak \(2,000 TB of it for the coordinates"):
         require_disk(tmp_path, whole)
-    require_disk(tmp_path, Estimate(1, 1, 1, 1, 1, 1, 1.0, False))
+    require_disk(tmp_path, Estimate(1, 1, 1, 1, 1, 1, 1.0, 0.5, False))
 
 
 def test_numbers_for_people() -> None:

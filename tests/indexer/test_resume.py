@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 from collections.abc import Callable
@@ -13,6 +14,8 @@ import pytest
 from engine.errors import StoreError
 from engine.store import Store, StoreWriter
 from indexer.index import index
+from indexer.interruption import InterruptedRunError
+from indexer.reporter import Reporter, Stage
 from indexer.settings import IndexSettings
 
 from .conftest import corpus, write_jsonl  # type: ignore[import-not-found]
@@ -139,3 +142,22 @@ def test_a_second_writer_is_refused_while_the_first_works(tmp_path: Path, job: d
     with StoreWriter(store):
         ran = run_forked("index", store, job)
     assert ran["code"] == 2 and "is writing this store" in ran["log"]
+
+
+def test_a_stop_inside_the_pca_keeps_what_is_done(tmp_path: Path, job: dict[str, Any], whole: tuple[dict[str, bytes], float], store_content: Content) -> None:
+    class Signals(Reporter):
+        """SIGTERM once the PCA is at work."""
+
+        def show(self, stage: Stage) -> None:
+            if stage.name == "projection":
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    store = tmp_path / "store"
+    with pytest.raises(InterruptedRunError, match="stopped while fitting the projection; run the same command again"):
+        index(store, IndexSettings(**job), Signals(log_json=True))
+    spilled = {p.name: p.stat().st_mtime_ns for p in (store / "work" / "coordinates").iterdir()}
+    assert "complete" in spilled and not (store / "work" / "sketch").exists()
+    again = Reporter(log_json=True)
+    index(store, IndexSettings(**job), again)
+    assert "coordinates" not in again.seconds and "projection" in again.seconds
+    assert store_content(store) == whole[0]
