@@ -4,8 +4,9 @@
 
 The stages are train, index and rank; name one to start there. An interrupted index goes on where it was.
 
-Rankings, all read from the store: self-influence (||z||^2, kept per row), the sum of influences on 300 clean validation snippets (most harmful first, by
-equation (14)), its cosine variant, the training loss kept per row, and chance.
+Rankings, all read from the store: self-influence (||z||^2, kept per row); influence on 300 clean validation snippets by equation (14), most harmful first (the sum
+over the snippets; the mean of their cosines, where no snippet outweighs another; the mean over the ten that a row harms most, queries scaled to unit length); the
+training loss kept per row; and chance.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ RESULTS = Path(__file__).parent / "results" / "wrong_labels.json"
 N_TRAIN, N_VALIDATION, FLIPPED = 1000, 300, 0.05
 EPOCHS, LEARNING_RATE = 2, 1e-4
 FIT_EXAMPLES, BYTES, PROJECTION_BYTES = 400, 256, 10**8
+WORST = 10  # validation snippets
 SHARES = (0.05, 0.1, 0.2, 0.3)
 
 
@@ -90,14 +92,16 @@ def rank(work: Path) -> None:
     settings = DataSettings(data=[str(work / "validation.jsonl")], kind="classification", id_field="id")
     examples = [to_example(r, loaded, settings, training=False) for r in read_rows(settings) if isinstance(r, Row)]
     queries = Sketcher.load(store.sketch_dir, loaded).query(examples)
-    y = queries.y.sum(0, keepdims=True)
     searcher = Searcher(store.segments, store.layout, store.c, excluded=store.excluded)
-    positions = np.arange(store.n_rows)
+    influence = np.asarray(searcher.score(queries.y, np.arange(store.n_rows)), np.float64)  # (validation, rows)
+    by_unit = influence / np.sqrt(queries.z_norm_sq)[:, None]
+    norms = np.sqrt(store.column("norm_sq").astype(np.float64))
     flipped = np.asarray(store.metadata.column("flipped").to_pylist(), bool)
     scores: dict[str, NDArray[np.float64]] = {
         "self-influence": store.column("norm_sq").astype(np.float64),
-        "influence on clean validation": -searcher.score(y, positions)[0],
-        "cosine on clean validation": -searcher.score(y, positions, "cosine")[0],
+        "influence on clean validation, sum": -influence.sum(0),
+        "influence on clean validation, mean cosine": -(by_unit / norms).mean(0),
+        f"influence on clean validation, the {WORST} it harms most": -np.sort(by_unit, 0)[:WORST].mean(0),
         "loss": store.column("loss").astype(np.float64),
         "chance": np.random.default_rng(0).random(store.n_rows),
     }
