@@ -30,7 +30,9 @@ from engine.recompute import recomputed_layers
 from engine.settings import FitSettings
 
 IDENTITY = "fit.json"
-Progress = Callable[[str, int, int], None]  # (covariance | eigenbases | eigenvalues, batches done, batches in all); at least once per batch and factor
+Progress = Callable[
+    [str, int, int], None
+]  # (covariance | eigenbases | eigenvalues, steps done, steps in all); a step is a batch of a pass, or one decomposition
 
 
 def sample_positions(n: int, count: int, seed: int) -> list[int]:
@@ -72,7 +74,7 @@ def fit_curvature(
         estimate = estimate_fit(loaded, tracked, settings, tokens=fit.largest_batch, candidates=candidates, modules=remaining, free=free)
         if checkpoint is None:
             _require_room(estimate, loaded)
-        fit.expect(len(estimate.groups))
+        fit.expect(estimate.groups)
         with recomputed_layers(loaded.model, estimate.recompute):
             for group in estimate.groups:
                 modules, without = fit.group(group)
@@ -128,16 +130,17 @@ class _Fit:
 
     def __post_init__(self) -> None:
         self.plan = plan_batches([len(e) for e in self.examples], self.settings.batch_tokens)
-        self.done, self.total = 0, 2 * len(self.plan)
+        self.done, self.total = 0, 0
 
     @property
     def largest_batch(self) -> int:
         """Padded tokens."""
         return max(len(p) * len(self.examples[p[0]]) for p in self.plan)
 
-    def expect(self, groups: int) -> None:
-        """Two passes per group lie ahead."""
-        self.total = 2 * groups * len(self.plan)
+    def expect(self, groups: Sequence[Group]) -> None:
+        """Two passes per group lie ahead, and a decomposition per factor."""
+        factors = sum(len(g.modules) + len({input_key(m) for m in g.modules}) for g in groups)
+        self.total = 2 * len(groups) * len(self.plan) + factors
 
     def identity(self, tracked: Sequence[TrackedModule]) -> str:
         """Hash of all that the result depends on, the grouping and the damping factor aside."""
@@ -153,16 +156,16 @@ class _Fit:
     def batches(self, phase: str) -> Iterator[Batch]:
         for plan in self.plan:
             yield collate([self.examples[i] for i in plan], [self.rows[i] for i in plan], self.loaded.pad_id, self.loaded.device)
-            self.done += 1
-            self.report(phase)
+            self.step(phase)
 
-    def report(self, phase: str) -> None:
+    def step(self, phase: str) -> None:
+        self.done += 1
         if self.progress is not None:
             self.progress(phase, self.done, self.total)
 
     def decompose(self, matrix: Tensor, what: str) -> tuple[Tensor, Tensor]:
         found = eigenbasis(matrix, what)
-        self.report("eigenbases")
+        self.step("eigenbases")
         return found
 
     def group(self, group: Group) -> tuple[list[ModuleCurvature], dict[str, str]]:

@@ -145,7 +145,7 @@ class Indexing:
         if (self.job.sketch / CALIBRATION).is_file() and (not self.keeps_curvature or self._full.is_dir()):
             return Curvature({}, {}, self.settings.damping)  # the projection is there; nothing needs the curvature any more
         examples = prepared.examples(samples.curvature)
-        with self.reporter.stage("curvature", unit="batches") as stage:
+        with self.reporter.stage("curvature", unit="steps") as stage:
 
             def progress(phase: str, done: int, total: int) -> None:
                 stage.reach(done, total)

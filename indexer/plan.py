@@ -13,9 +13,10 @@ import torch
 
 from engine.budget import SketchPlan
 from engine.capture import Capture
+from engine.eigen import eigenbasis
 from engine.errors import LimitError
 from engine.example import collate
-from engine.memory import fit_budget, free_memory
+from engine.memory import estimate_fit, fit_budget, free_memory
 from engine.model import LoadedModel
 from engine.modules import ModuleReport
 from indexer.prepare import Prepared
@@ -25,15 +26,18 @@ from indexer.settings import IndexSettings
 
 _FLOAT, _DOUBLE = 4, 8
 _PRODUCT = (512, 4096, 1024)  # shape of the matrix product that is timed
+_FACTOR = 512  # rows of the factor whose decomposition is timed
 KEPT_BY_DEFAULT = 2_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """tokens: per second of a forward and backward pass; products: floating-point operations per second of a float32 matrix product."""
+    """tokens: per second of a forward and backward pass; products: floating-point operations per second of a float32 matrix product; cubes: d^3 per second
+    of the eigendecomposition of a (d, d) factor."""
 
     tokens: float
     products: float
+    cubes: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,13 @@ def estimate(
     per_row = tokens / max(prepared.n, 1)
     projection = plan.operations / rates.products
     applied = prepared.n * 2.0 * plan.entries / rates.products
-    passes = 2 * len(samples.curvature) * per_row + len(samples.pca) * per_row + tokens
+    n_groups = len(estimate_fit(loaded, report.tracked, settings, tokens=_largest_batch(prepared, settings)).groups)
+    passes = 2 * n_groups * len(samples.curvature) * per_row + len(samples.pca) * per_row + tokens
+    outputs, inputs = [m.d_out for m in report.tracked], list(groups.values())
+    rotations = 2.0 * sum(d * d for d in (*outputs, *inputs))  # per token; what stage 1 multiplies, too, where it uses most columns
+    per_fit_token = 1.5 * rotations + 2.0 * sum(m.d_out * m.d_in for m in report.tracked)  # half of each covariance, both rotations, the squared gradient
+    own = len(samples.curvature) * per_row * per_fit_token + (len(samples.pca) * per_row + tokens) * rotations
+    eigenbases = sum(float(d) ** 3 for d in (*outputs, *inputs)) / rates.cubes
     return Estimate(
         curvature=curvature,
         spill=(_FLOAT * width + _DOUBLE * sum(plan.k.values())) * len(samples.pca),
@@ -83,26 +93,35 @@ def estimate(
         rows=rows,
         memory=max(fit_budget(loaded, report.tracked, settings), gram + 2 * plan.projection_bytes),
         model=sum(p.numel() * p.element_size() for p in loaded.model.parameters()),
-        seconds=1.3 * passes / rates.tokens + projection + applied,
+        seconds=passes / rates.tokens + own / rates.products + eigenbases + projection + applied,
         projection_seconds=projection,
         keeps_curvature=keeps,
     )
 
 
 def measure_rates(loaded: LoadedModel, report: ModuleReport, prepared: Prepared, settings: IndexSettings) -> Rates:
-    """From one batch and one matrix product, each after one to warm up."""
+    """From one batch, one matrix product and one decomposition, each after one to warm up."""
     n = min(prepared.n, 32)
     positions = np.linspace(0, prepared.n - 1, n).astype(np.int64)
     examples = prepared.examples(np.unique(positions))
     kept = examples[: max(1, settings.batch_tokens // max(len(e) for e in examples))]
     batch = collate(kept, list(range(len(kept))), loaded.pad_id, loaded.device)
     capture = Capture(loaded, report.tracked)
+    generator = torch.Generator(loaded.device).manual_seed(0)
+    sample = torch.randn((_FACTOR, _FACTOR), generator=generator, device=loaded.device)
+    factor = sample @ sample.T
     m, n, k = _PRODUCT
     left, right = (torch.ones(shape, dtype=torch.float32, device=loaded.device) for shape in ((m, n), (n, k)))
     return Rates(
         sum(len(e) for e in kept) / _second_time(lambda: capture.run(batch, lambda *_: None), loaded.device),
         2.0 * m * n * k / _second_time(lambda: left @ right, loaded.device),
+        _FACTOR**3 / _second_time(lambda: eigenbasis(factor, "a sample factor"), loaded.device),
     )
+
+
+def _largest_batch(prepared: Prepared, settings: IndexSettings) -> int:
+    """Padded tokens, at most."""
+    return min(settings.batch_tokens, prepared.total("tokens"))
 
 
 def _second_time(work: Callable[[], object], device: torch.device) -> float:
@@ -131,7 +150,7 @@ def describe(prepared: Prepared, report: ModuleReport, plan: SketchPlan, samples
         f"memory     {size(found.model)} model, about {size(found.memory)} for fitting; {size(free_memory(loaded.device))} free on {loaded.device}",
         f"disk       {size(found.store)} when done ({size(found.rows)} rows and sketches, {size(found.shared)} shared"
         f"{f', {size(found.curvature)} curvature kept' if found.keeps_curvature else ''}), {size(found.disk)} at its peak",
-        f"time       about {clock(found.seconds)}, {clock(found.projection_seconds)} of it for fitting the projection; from one measured batch and matrix product",
+        f"time       about {clock(found.seconds)}, {clock(found.projection_seconds)} of it for fitting the projection; from one measured batch, matrix product and decomposition",
     ]
 
 
