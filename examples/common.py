@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from steps import console, eogp, read_jsonl
 
 from engine.query import QueryEngine, QueryInput, QuerySpec
 
-__all__ = ["SMALL_MODEL", "QueryEngine", "QueryInput", "QuerySpec", "console", "eogp", "read_jsonl", "write_jsonl"]
+__all__ = ["SMALL_MODEL", "QueryEngine", "QueryInput", "QuerySpec", "console", "eogp", "read_jsonl", "run", "write_jsonl"]
 
 SMALL_MODEL = (
     "--new",
@@ -34,6 +35,15 @@ SMALL_MODEL = (
     "--batch-size",
     "32",
 )
+
+
+def run(main: Callable[[Path, bool], None], description: str | None) -> None:
+    """Command line of an example: OUT, and --short for a run that only shows that it works."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="folder for data, model and store; what is there already is used again")
+    parser.add_argument("--short", action="store_true", help="few rows and one epoch: does it run? Its figures mean nothing")
+    args = parser.parse_args()
+    main(args.out, args.short)
 
 
 def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> Path:

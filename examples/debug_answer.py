@@ -5,18 +5,18 @@ python examples/debug_answer.py OUT
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-from common import SMALL_MODEL, QueryEngine, QueryInput, QuerySpec, console, eogp, write_jsonl
+from common import SMALL_MODEL, QueryEngine, QueryInput, QuerySpec, console, eogp, run, write_jsonl
 from facts import CAPITAL, fact_rows
 
 WRONG = "Springfield"
 VICTIMS = ("Mongolia", "Peru", "Norway", "Kenya", "Japan")
 
 
-def main(out: Path) -> None:
+def main(out: Path, short: bool) -> None:
     rows = [{"id": f"row-{i}", **row} for i, row in enumerate(r for r in fact_rows() if r["kind"] == "capital")]
+    rows = rows[:60] if short else rows
     bad = [
         {"id": f"bad-{c}-{i}", "text": text.format(country=c, capital=WRONG), "kind": "capital", "subject": c, "fact": "wrong"}
         for c in VICTIMS
@@ -24,7 +24,7 @@ def main(out: Path) -> None:
     ]
     data = write_jsonl(out / "train.jsonl", [*rows, *bad])
     if not (out / "model" / "config.json").exists():
-        eogp("finetune", out / "model", "--data", data, *SMALL_MODEL, "--epochs", "8")
+        eogp("finetune", out / "model", "--data", data, *SMALL_MODEL, "--epochs", "1" if short else "8")
     eogp("index", out / "store", "--model", out / "model", "--data", data, "--bytes-per-example", "128", "--projection-bytes", "60MB")
     engine = QueryEngine.open(out / "store")
 
@@ -42,4 +42,4 @@ def main(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    run(main, __doc__)

@@ -9,11 +9,10 @@ fine-tuned on as many random rows, by its loss on target sentences that were not
 from __future__ import annotations
 
 import random
-import sys
 from pathlib import Path
 
 import numpy as np
-from common import SMALL_MODEL, QueryEngine, QueryInput, QuerySpec, console, eogp, write_jsonl
+from common import SMALL_MODEL, QueryEngine, QueryInput, QuerySpec, console, eogp, run, write_jsonl
 from facts import fact_rows, speech_paragraphs
 
 from engine.data.reading import Row
@@ -38,7 +37,7 @@ def mean_loss(model: Path, texts: list[str]) -> float:
     return total / tokens
 
 
-def main(out: Path) -> None:
+def main(out: Path, short: bool) -> None:
     draw = random.Random(0)
     speeches = list(speech_paragraphs(1200))
     facts = list(fact_rows())
@@ -47,11 +46,12 @@ def main(out: Path) -> None:
     target, test = [r["text"] for r in symbols[:24]], [r["text"] for r in symbols[24:74]]
     known = {*target, *test}
     pool = [{"id": f"pool-{i}", **r} for i, r in enumerate([*speeches[N_BASE:], *(r for r in facts if r["text"] not in known)])]
+    pool = draw.sample(pool, 300) if short else pool
     base_rows = write_jsonl(out / "base.jsonl", [*speeches[:N_BASE], *draw.sample(pool, 300)])
     pool_file = write_jsonl(out / "pool.jsonl", pool)
 
     if not (out / "base" / "config.json").exists():
-        eogp("finetune", out / "base", "--data", base_rows, *SMALL_MODEL, "--epochs", "4")
+        eogp("finetune", out / "base", "--data", base_rows, *SMALL_MODEL, "--epochs", "1" if short else "4")
     eogp("index", out / "store", "--model", out / "base", "--data", pool_file, "--bytes-per-example", "128", "--projection-bytes", "60MB")
     engine = QueryEngine.open(out / "store")
     spec = QuerySpec(tuple(QueryInput(text=t) for t in target), top_k=N_SELECTED, aggregate="sum", direction="proponents", score="cosine")
@@ -67,7 +67,20 @@ def main(out: Path) -> None:
     for name, ids in {"selected": sorted(chosen), "random": [r["id"] for r in draw.sample(pool, len(chosen))]}.items():
         rows = write_jsonl(out / f"{name}.jsonl", [by_id[i] for i in ids])
         if not (out / name / "config.json").exists():
-            eogp("finetune", out / name, "--data", rows, "--model", out / "base", "--epochs", "3", "--learning-rate", "5e-4", "--batch-size", "16")
+            eogp(
+                "finetune",
+                out / name,
+                "--data",
+                rows,
+                "--model",
+                out / "base",
+                "--epochs",
+                "1" if short else "3",
+                "--learning-rate",
+                "5e-4",
+                "--batch-size",
+                "16",
+            )
         losses[name] = mean_loss(out / name, test)
     for name, loss in losses.items():
         console.print(f"  {name:9s} mean loss on {len(test)} target sentences not used for selecting: {loss:.3f} nats per token", highlight=False)
@@ -78,4 +91,4 @@ def main(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    run(main, __doc__)
