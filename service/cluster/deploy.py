@@ -13,6 +13,8 @@ from typing import Any
 
 import structlog
 from ray import serve
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine import errors
 from engine.cluster import joined
@@ -46,7 +48,22 @@ class Replica:
 def _application(path: Path, settings: ServeSettings, shards: Sequence[Any]) -> Any:
     configure(settings)
     backend = EngineBackend.open(path, settings, Searching(shards, settings.shard_seconds))
-    return create_app(backend, settings, Keys.read(settings.api_keys))
+    return _Behind(create_app(backend, settings, Keys.read(settings.api_keys)))
+
+
+class _Behind:
+    """The application behind Serve's proxy, which hands it the request's id and puts that into the answer itself."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def answer(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                del MutableHeaders(scope=message)["X-Request-Id"]
+            await send(message)
+
+        await self.app(scope, receive, answer)
 
 
 def application(path: Path, settings: ServeSettings, resources: dict[str, float]) -> Any:

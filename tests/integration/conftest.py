@@ -6,18 +6,25 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 from indexer.index import index
 from indexer.settings import IndexSettings
+from service.app import create_app
 from service.client import InfluenceClient
+from service.engine_backend import EngineBackend
+from service.settings import ServeSettings
 from tests.service.hostile_cases import cases
 
 
@@ -42,6 +49,78 @@ def pristine_store(tmp_path_factory: pytest.TempPathFactory, tiny_model_folder: 
 def own_store(pristine_store: Path, tmp_path: Path) -> Path:
     """A copy that the test may change."""
     return Path(shutil.copytree(pristine_store, tmp_path / "store"))
+
+
+Serving = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
+
+
+@pytest.fixture(
+    params=[
+        "one process",
+        pytest.param("cluster", marks=[pytest.mark.slow, pytest.mark.filterwarnings("ignore:::ray"), pytest.mark.filterwarnings("ignore::ResourceWarning")]),
+    ]
+)
+def serving(request: pytest.FixtureRequest) -> Serving:
+    """`async with serving(store, **settings) as client`: the application in this process, or on Ray Serve with three shards."""
+    if request.param == "cluster":
+        on_cluster: Serving = request.getfixturevalue("on_cluster")
+        return on_cluster
+    return in_process
+
+
+@asynccontextmanager
+async def in_process(store: Path, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
+    settings = ServeSettings(**{"reload_seconds": 0, **options})
+    app = create_app(EngineBackend.open(store, settings), settings)
+    async with app.router.lifespan_context(app):
+        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://testserver", timeout=60) as client:
+            yield client
+
+
+@pytest.fixture(scope="session")
+def serve_cluster() -> Iterator[str]:
+    """Address of a cluster of one node that says it has eight CPUs, with this process connected to it."""
+    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'eogp[ray]'")
+    from ray.cluster_utils import Cluster
+
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 8, "object_store_memory": 100 * 10**6, "include_dashboard": False})
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    yield cluster.address
+    ray.shutdown()
+    cluster.shutdown()
+
+
+@pytest.fixture(scope="session")
+def on_cluster(serve_cluster: str) -> Iterator[Serving]:
+    """The same application on Ray Serve; what is asked for twice in a row with the same settings is started once."""
+    import ray
+    from ray import serve
+
+    from service.cluster.deploy import deploy
+
+    port = free_port()
+    serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config={"log_level": "ERROR"})
+    running: list[tuple[Path, dict[str, Any]]] = []
+
+    @asynccontextmanager
+    async def run(store: Path, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
+        options = {"reload_seconds": 0, "ray": "auto", "ray_shards": 3, **options}
+        if running != [(store, options)]:
+            deploy(store, ServeSettings(**options), ray.cluster_resources())
+            running[:] = [(store, options)]
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            yield client
+
+    yield run
+    serve.shutdown()
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
 
 
 @dataclass

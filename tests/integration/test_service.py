@@ -7,9 +7,9 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +23,10 @@ from engine.store import Store
 from indexer.append import append
 from indexer.delete import delete
 from indexer.settings import AppendSettings
-from service.app import create_app
-from service.engine_backend import EngineBackend
 from service.schemas import InfluenceResponse
-from service.settings import ServeSettings
 
+Serving = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
 MONGOLIA = {"prompt": "The capital of Mongolia is", "completion": " Ulaanbaatar."}
-
-
-@asynccontextmanager
-async def serving(store: Path, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
-    settings = ServeSettings(**{"reload_seconds": 0, **options})
-    app = create_app(EngineBackend.open(store, settings), settings)
-    async with app.router.lifespan_context(app):
-        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://testserver", timeout=60) as client:
-            yield client
 
 
 async def ask(client: httpx.AsyncClient, *queries: dict[str, Any], **fields: Any) -> InfluenceResponse:
@@ -61,7 +49,7 @@ def agree(a: dict[str, float], b: dict[str, float], rtol: float = 1e-3) -> None:
         assert abs(abs((a | b)[i]) - edge) <= 2 * rtol * scale, i
 
 
-def test_http_answers_are_the_engines(pristine_store: Path) -> None:
+def test_http_answers_are_the_engines(serving: Serving, pristine_store: Path) -> None:
     engine = QueryEngine.open(pristine_store)
     (alone,) = engine.answer([QuerySpec((QueryInput(**MONGOLIA),), top_k=5, tokens=True)])
 
@@ -86,7 +74,7 @@ def test_http_answers_are_the_engines(pristine_store: Path) -> None:
     asyncio.run(main())
 
 
-def test_every_kind_of_query_and_option(pristine_store: Path) -> None:
+def test_every_kind_of_query_and_option(serving: Serving, pristine_store: Path) -> None:
     async def main() -> None:
         async with serving(pristine_store) as client:
             text = await ask(client, {"text": "Paris is the capital city of France."}, top_k=3, score="cosine", direction="proponents")
@@ -122,7 +110,7 @@ def test_every_kind_of_query_and_option(pristine_store: Path) -> None:
     asyncio.run(main())
 
 
-def test_rescoring_over_http(pristine_store: Path) -> None:
+def test_rescoring_over_http(serving: Serving, pristine_store: Path) -> None:
     async def main() -> None:
         async with serving(pristine_store) as client:
             assert (await client.get("/v1/info")).json()["rescore"] is True
@@ -138,7 +126,7 @@ def test_rescoring_over_http(pristine_store: Path) -> None:
     asyncio.run(main())
 
 
-def test_refusals_name_what_is_wrong(pristine_store: Path) -> None:
+def test_refusals_name_what_is_wrong(serving: Serving, pristine_store: Path) -> None:
     async def main() -> None:
         async with serving(pristine_store, max_query_tokens=30) as client:
             for body, field, words in (
@@ -158,7 +146,7 @@ def test_refusals_name_what_is_wrong(pristine_store: Path) -> None:
     asyncio.run(main())
 
 
-def test_examples_and_neighbours(pristine_store: Path) -> None:
+def test_examples_and_neighbours(serving: Serving, pristine_store: Path) -> None:
     async def main() -> None:
         async with serving(pristine_store) as client:
             found = (await client.get("/v1/examples/row-30?neighbours=5")).json()
@@ -176,7 +164,7 @@ def test_examples_and_neighbours(pristine_store: Path) -> None:
     asyncio.run(main())
 
 
-def test_concurrent_answers_equal_those_computed_alone(pristine_store: Path, texts: tuple[str, ...]) -> None:
+def test_concurrent_answers_equal_those_computed_alone(serving: Serving, pristine_store: Path, texts: tuple[str, ...]) -> None:
     queries = [{"text": " ".join(t.split()[: 2 + (i * 3) % 7])} for i, t in enumerate(texts * 4)]
     engine = QueryEngine.open(pristine_store)
     alone = [engine.answer([QuerySpec((QueryInput(**q),), top_k=10)])[0].answers[0] for q in queries]
@@ -195,7 +183,7 @@ def test_concurrent_answers_equal_those_computed_alone(pristine_store: Path, tex
     asyncio.run(main())
 
 
-def test_a_new_generation_is_served_whole(own_store: Path, tiny_model_folder: Path, texts: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_new_generation_is_served_whole(serving: Serving, own_store: Path, tiny_model_folder: Path, texts: tuple[str, ...], tmp_path: Path) -> None:
     data = tmp_path / "more.jsonl"
     data.write_text("".join(json.dumps({"id": f"new-{i}", "text": f"{t} again", "kind": "fact", "year": 2000}) + "\n" for i, t in enumerate(texts)))
 
@@ -222,7 +210,7 @@ def test_a_new_generation_is_served_whole(own_store: Path, tiny_model_folder: Pa
     asyncio.run(main())
 
 
-def test_memory_mapped_files_survive_the_stores_removal(own_store: Path) -> None:
+def test_memory_mapped_files_survive_the_stores_removal(serving: Serving, own_store: Path) -> None:
     async def main() -> None:
         async with serving(own_store) as client:
             before = await ask(client, MONGOLIA, top_k=5)
