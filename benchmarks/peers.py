@@ -31,7 +31,7 @@ from indexer.evaluate import metrics
 
 HERE = Path(__file__).parent
 THROUGH: list[str] = []  # what every worker is started through, for instance nice
-KRONFLUENCE_BATCHES = ((128, 32), (128, 128), (512, 64), (1000, 64))  # (queries, training examples); the best counts
+KRONFLUENCE_BATCHES = {1: ((128, 128),), 10: ((128, 128),), 100: ((128, 32), (128, 128)), 1000: ((128, 128), (1000, 64), (1000, 128))}  # queries, examples
 REFERENCE = "exact"
 PAGES = (HERE.parent / "README.md", HERE.parent / "docs" / "peers.md")
 
@@ -61,7 +61,7 @@ PEERS = (
         "peers_bergson.py",
         scores={", dot product": "scores-dot", ", one-sided": "scores-one-sided", ", two-sided": "scores-two-sided"},
     ),
-    Peer("trak", "TRAK (traker 0.3.2), 2,048 numbers, 1 checkpoint", "peers_trak.py"),
+    Peer("trak", "TRAK (traker 0.3.2), 512 numbers, 1 checkpoint", "peers_trak.py", options=("--projection-dim", "512")),
 )
 
 
@@ -102,8 +102,7 @@ def query_seconds(peer: Peer, work: Path, python: Path) -> tuple[dict[str, dict[
     for count in common.COUNTS:
         tried = [
             worker(peer, "queries", work, python, "--count", str(count), "--query-batch", str(q), "--train-batch", str(t), name=f"queries-{count}-{q}-{t}")
-            for q, t in KRONFLUENCE_BATCHES
-            if q <= max(count, 128)
+            for q, t in KRONFLUENCE_BATCHES[count]
         ]
         best = min(tried, key=lambda found: found["seconds"]["cpu"])
         seconds[str(count)], batches[str(count)], peak = best["seconds"], best["batches"], best["peak_bytes"]

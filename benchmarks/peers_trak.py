@@ -14,7 +14,7 @@ import torch
 from trak import TRAKer
 from trak.modelout_functions import AbstractModelOutput
 
-BATCH = 128
+BATCH = 256
 
 
 class LogOdds(AbstractModelOutput):  # type: ignore[misc]

@@ -59,9 +59,9 @@ def main(out: Path, short: bool) -> None:
     chosen = {hit.id for hit in answer.answers[0].proponents or []}
     by_id = {r["id"]: r for r in pool}
     kinds = sorted({r["kind"] for r in pool})
-    console.print(
-        "selected:", {k: sum(by_id[i]["kind"] == k for i in chosen) for k in kinds}, "of a pool of", {k: sum(r["kind"] == k for r in pool) for k in kinds}
-    )
+    for name, part in {"pool": pool, "selected": [by_id[i] for i in chosen]}.items():
+        counts = ", ".join(f"{sum(r['kind'] == k for r in part)} {k}" for k in kinds)
+        console.print(f"  {name:9s} {len(part)} rows: {counts}", highlight=False)
 
     losses = {"before": mean_loss(out / "base", test)}
     for name, ids in {"selected": sorted(chosen), "random": [r["id"] for r in draw.sample(pool, len(chosen))]}.items():
