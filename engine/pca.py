@@ -173,8 +173,8 @@ def random_frame(d: int, k: int, rng: np.random.Generator) -> torch.Tensor:
     return (q * torch.sign(r.diagonal())).T.contiguous()
 
 
-def flattening(found: Spectrum, d: int, power: float) -> NDArray[np.float64]:
+def flattening(singular: NDArray[np.float64], d: int, power: float) -> NDArray[np.float64]:
     """(d,) weights sigma^-power of the leading directions, scaled so that the fitting set's energy in them stays what it is."""
-    sigma = found.singular[:d]
+    sigma = singular[:d]
     weights = sigma**-power
     return np.asarray(weights * np.sqrt(np.square(sigma).sum() / np.square(sigma * weights).sum()))

@@ -44,6 +44,7 @@ def lab(z: dict[str, np.ndarray], tmp_path: Path) -> Lab:
         Plan("model", 16, 40, rotate=True, scale="unbiased"),
         Plan("model", 16, 40, normalise=True),
         Plan("model", 24, 40, directions=0.5, refine=2, scale="unbiased"),
+        Plan("model", 24, 40, directions=0.5, refine=2, scale="unbiased", normalise=True, flatten=0.5),
     ],
     ids=lambda p: p.label if isinstance(p, Plan) else p,
 )
@@ -60,6 +61,7 @@ def test_kernels_give_the_engines_sketch(z: dict[str, np.ndarray], lab: Lab, pla
         normalise=plan.normalise,
         directions=plan.directions,
         refine=plan.refine,
+        flatten=plan.flatten,
         dtype=torch.float32,
     )
     x = project_rows(projection, z)
