@@ -21,6 +21,7 @@ from engine.experts import ExpertLinear
 from engine.loss import Labels, LossStats, forward_backward
 from engine.model import LoadedModel
 from engine.modules import TrackedModule, bare, evaluation_mode
+from engine.recompute import recomputed_layers
 
 Consume = Callable[[TrackedModule, Tensor, Tensor], None]
 
@@ -91,7 +92,9 @@ class Capture:
     def stream(self, batch: Batch, consume: Callable[[Captured], None], *, labels: Labels = "true", seed: int = 0, check: bool = False) -> LossStats:
         """As `run`, with a as the module got it: no 1 for the bias, and whatever the model left at padding (delta is 0 there)."""
         run = _Run(self.modules, batch, consume, check)
-        with _frozen(bare(self.loaded.model)), run.hooked(), same_kernel(self.loaded.device), torch.enable_grad():
+        # of weights that are kept elsewhere, the graph of a pass that is not recomputed would hold every one
+        recomputed = recomputed_layers(bare(self.loaded.model), self.loaded.kept_elsewhere)
+        with _frozen(bare(self.loaded.model)), run.hooked(), same_kernel(self.loaded.device), recomputed, torch.enable_grad():
             stats = forward_backward(self.loaded, batch, labels, seed, run.start_backward)
         run.flush()
         return stats
@@ -176,7 +179,7 @@ class _Run:
         self.consume(c)
 
     def _plain(self, tracked: TrackedModule, x: Tensor, delta: Tensor) -> Captured:
-        a, delta = self._by_example(tracked, x), self._by_example(tracked, delta)
+        a, delta = self._by_example(tracked, x.to(delta.device)), self._by_example(tracked, delta)  # a may come from the device of the layer below
         keep = None
         if self.real is not None and delta.shape[1] == self.real.shape[1]:
             keep = self.real.to(delta.device)

@@ -25,6 +25,7 @@ from engine.example import Batch
 from engine.loss import Labels, LossStats
 from engine.model import LoadedModel
 from engine.modules import TrackedModule, track
+from engine.placement import device_of
 from engine.rotated import Sides, by_position, rotate, selected
 
 Selection = dict[str, NDArray[np.int64]]
@@ -184,8 +185,7 @@ class CoordinateMap:
 
 def _compute(loaded: LoadedModel, t: TrackedModule) -> tuple[torch.device, torch.dtype]:
     """Where a module's projection lives and its precision: float32, or float64 for a float64 model."""
-    weight: Any = t.module.weight
-    return weight.device, torch.float64 if loaded.dtype == torch.float64 else torch.float32
+    return device_of(t.module), torch.float64 if loaded.dtype == torch.float64 else torch.float32
 
 
 def _used_columns(tracked: Mapping[str, TrackedModule], positions: Selection) -> dict[str, tuple[str, NDArray[np.int64]]]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine.example import Batch
 from engine.modules import TrackedModule
+from engine.placement import device_of
 
 BLOCK = 192  # edge of the blocks in which a symmetric product is formed on a CPU; only those on and above the diagonal are
 GPU_BLOCK = 2048
@@ -22,12 +23,6 @@ def input_key(module: TrackedModule) -> str:
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
     """The precision of sums: float32, or float64 where the model itself runs in float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def device_of(module: TrackedModule) -> torch.device:
-    """Where a module's weight lives; a model may be spread over several devices."""
-    weight: Tensor = module.module.weight  # type: ignore[assignment]  # Module attributes are typed Tensor | Module
-    return weight.device
 
 
 def add_second_moment(total: Tensor, x: Tensor) -> None:
@@ -59,7 +54,7 @@ class CovarianceSums:
         self.tokens = 0
         self._fed: set[str] = set()
         for module in modules:
-            device = device_of(module)
+            device = device_of(module.module)
             if input_key(module) not in self.inputs:
                 self.inputs[input_key(module)] = torch.zeros(module.d_in, module.d_in, dtype=self.dtype, device=device)
             self.outputs[module.name] = torch.zeros(module.d_out, module.d_out, dtype=self.dtype, device=device)

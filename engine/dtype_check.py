@@ -77,6 +77,8 @@ def settle_dtype(loaded: LoadedModel, *, asked_for: bool) -> LoadedModel:
     name = str(loaded.dtype).removeprefix("torch.")
     if getattr(bare(loaded.model), "is_quantized", False):
         return _noted(loaded, f"{name}: the base weights are quantised, so gradients were not checked against float32")
+    if loaded.kept_elsewhere or len(set(getattr(loaded.model, "hf_device_map", {}).values())) > 1:
+        return _noted(loaded, f"{name}: the model is spread over several devices, so gradients were not checked against float32")
     examples = probe_examples(loaded)
     high = _float32_copy(loaded)
     if high is None:

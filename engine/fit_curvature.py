@@ -75,7 +75,7 @@ def fit_curvature(
         if checkpoint is None:
             _require_room(estimate, loaded)
         fit.expect(estimate.groups)
-        with recomputed_layers(loaded.model, estimate.recompute):
+        with recomputed_layers(loaded.model, estimate.recompute and not loaded.kept_elsewhere):  # which capture does by itself
             for group in estimate.groups:
                 modules, without = fit.group(group)
                 skipped |= without

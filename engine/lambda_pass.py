@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.covariance import all_finite, device_of, input_key, working_dtype
+from engine.covariance import all_finite, input_key, working_dtype
 from engine.modules import TrackedModule
+from engine.placement import device_of
 
 TILE = 1 << 18  # entries of G formed at once on a CPU: squared and added while they are in its cache
 CHUNK = 1 << 25  # entries of G formed at once on a GPU, over several examples
@@ -43,7 +44,7 @@ class LambdaSums:
         self._scratch: Tensor | None = None
         for module in modules:
             self._sharers[input_key(module)] = self._sharers.get(input_key(module), 0) + 1
-            positions, device = bases[module.name].positions, device_of(module)
+            positions, device = bases[module.name].positions, device_of(module.module)
             shape = (module.d_out, module.d_in) if positions is None else tuple(positions.shape)
             self.squares[module.name] = torch.zeros(shape, dtype=self.dtype, device=device)
             self.norms[module.name] = torch.zeros((), dtype=torch.float64, device=device)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from engine.covariance import input_key, working_dtype
 from engine.errors import LimitError
@@ -79,7 +80,7 @@ def estimate_fit(
     modules = tracked if modules is None else modules
     refusal: LimitError | None = None
     best: FitEstimate | None = None
-    for recompute in (False, True):
+    for recompute in (True,) if loaded.kept_elsewhere else (False, True):
         try:
             found = _estimate(loaded, tracked, modules, settings, tokens, free, candidates, recompute)
         except LimitError as e:
@@ -177,12 +178,20 @@ def transient_bytes(loaded: LoadedModel, modules: Sequence[TrackedModule], token
 
 
 def weight_bytes(loaded: LoadedModel) -> int:
-    """Bytes of the model's parameters; of one without storage, as they would be in the precision that it is laid out for."""
+    """Bytes of the model's parameters; of one without storage, as they would be in the precision that it is laid out for; of one whose weights are kept
+    elsewhere, those that are not, and the most that one layer, or the embedding or head, brings in while it runs."""
 
     def size(p: torch.nn.Parameter) -> int:
         return p.numel() * (loaded.dtype.itemsize if p.is_meta and p.is_floating_point() else p.element_size())
 
-    return sum({id(p): size(p) for p in loaded.model.parameters()}.values())
+    if not loaded.kept_elsewhere:
+        return sum({id(p): size(p) for p in loaded.model.parameters()}.values())
+    resident = sum({id(p): size(p) for p in loaded.model.parameters() if not p.is_meta}.values())
+    layers = [m for m in loaded.model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    inside = {id(p) for layer in layers for p in layer.parameters()}
+    passing = [sum(size(p) for p in layer.parameters() if p.is_meta) for layer in layers]
+    passing += [size(p) for p in loaded.model.parameters() if p.is_meta and id(p) not in inside]
+    return resident + max(passing, default=0)
 
 
 def free_memory(device: torch.device) -> int:

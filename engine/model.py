@@ -17,6 +17,8 @@ from engine.errors import ModelError
 from engine.experts import split_experts
 from engine.head import head_separates
 from engine.modules import bare, evaluation_mode
+from engine.placement import device_of, kept_elsewhere, placement
+from engine.placement import tensors as named_tensors
 from engine.pooling import classifier_class
 from engine.settings import ModelSettings
 
@@ -33,7 +35,8 @@ class LoadedModel:
 
     dtype: of weights, activations and output gradients. max_length: the model's context in tokens. fingerprint: JSON-able; tensor names, shapes
     and a hash of 4,096 strided values of each, adapters included, and the tokenizer's hash. attention: the kernel whose results do not depend on
-    padding. call_options: keyword arguments of every forward call. adapters_tracked: attribution goes to the adapters.
+    padding. call_options: keyword arguments of every forward call. adapters_tracked: attribution goes to the adapters. kept_elsewhere: some
+    weights are in main memory or on disk, and on their device only while they are used.
     """
 
     model: Any
@@ -50,6 +53,7 @@ class LoadedModel:
     separable_head: bool = False
     has_adapters: bool = False
     adapters_tracked: bool = False
+    kept_elsewhere: bool = False
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -85,11 +89,14 @@ def from_parts(
     if task == "sequence-classification" and inner.config.num_labels < 2:
         raise ModelError(f"{source}: the classification head has {inner.config.num_labels} output; attribution needs two classes or more")
     attention = choose_attention(inner)
-    split_experts(inner)
+    if split_experts(inner) and kept_elsewhere(inner):
+        raise ModelError(
+            f"{source}: experts fused into one tensor cannot be kept in main memory or on disk; let --device-map hold them on GPUs", field="device_map"
+        )
     pad = _pad_id(tokenizer, config)
     if task == "sequence-classification" and getattr(inner.config, "pad_token_id", None) is None:
         inner.config.pad_token_id = pad
-    first = inner.get_input_embeddings().weight
+    first, place = inner.get_input_embeddings().weight, device_of(inner.get_input_embeddings())
     notes = []
     if tokenizer is not None and len(tokenizer) > first.shape[0]:
         notes.append(f"the tokenizer has {len(tokenizer)} tokens and the model {first.shape[0]}: examples that use the others are refused by name")
@@ -97,7 +104,7 @@ def from_parts(
         model=model,
         tokenizer=tokenizer,
         task=task,
-        device=first.device,
+        device=place,
         dtype=next(p.dtype for p in inner.parameters() if p.is_floating_point()),
         source=source,
         max_length=_context(config, tokenizer),
@@ -105,9 +112,10 @@ def from_parts(
         vocab_size=int(first.shape[0]),
         fingerprint=fingerprint(model, tokenizer),
         attention=attention,
-        separable_head=task == "causal-lm" and head_separates(inner, first.device),
+        separable_head=task == "causal-lm" and head_separates(inner, place),
         has_adapters=has_adapters,
         adapters_tracked=adapters_tracked,
+        kept_elsewhere=kept_elsewhere(inner),
         notes=notes,
     )
 
@@ -126,6 +134,7 @@ def load_model(settings: ModelSettings, *, source: str | None = None, check_dtyp
     device = _device(settings.device)
     path = Path(name)
     where: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code}
+    spread = placement(settings)
     if path.suffix.lower() == ".gguf":
         if not path.is_file():
             raise ModelError(f"model file {name} does not exist", field="model")
@@ -140,7 +149,7 @@ def load_model(settings: ModelSettings, *, source: str | None = None, check_dtyp
     dtype = _wanted_dtype(settings, config, device)
     auto = AutoModelForCausalLM if task == "causal-lm" else classifier_class(config, AutoModelForSequenceClassification)
     try:
-        model = auto.from_pretrained(folder, dtype=dtype, **where)
+        model = auto.from_pretrained(folder, dtype=dtype, **spread, **where)
     except ImportError as e:
         raise ModelError(f"cannot load {name}: {_first_line(e)}", field="model") from e
     except Exception as e:
@@ -161,8 +170,8 @@ def load_model(settings: ModelSettings, *, source: str | None = None, check_dtyp
 def fingerprint(model: Any, tokenizer: Any) -> dict[str, Any]:
     """What a store remembers of its model. Values are compared in float32, so that a move between devices keeps the fingerprint."""
     tensors: dict[str, Any] = {}
-    for name, tensor in sorted(model.state_dict().items()):
-        flat = tensor.detach().reshape(-1)
+    for name, tensor in named_tensors(model):
+        flat = tensor.reshape(-1)
         step = max(1, -(-flat.numel() // _STRIDED))
         sample = flat[::step].to("cpu")
         sample = sample.float() if sample.is_floating_point() else sample

@@ -23,10 +23,13 @@ def recomputed_layers(model: nn.Module, active: bool = True) -> Iterator[None]:
     transformers' own switch only works in training mode, which gradients are never taken in.
     """
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)] if active else []
+    before = [layer.__dict__.get("forward") for layer in layers]  # accelerate's, which brings a layer's weights, or none
     for layer in layers:
         layer.forward = partial(_again, layer.forward)
     try:
         yield
     finally:
-        for layer in layers:
+        for layer, own in zip(layers, before, strict=True):
             del layer.forward  # the instance's; the class's is back
+            if own is not None:
+                layer.forward = own

@@ -189,6 +189,12 @@ class ModelSettings(Settings):
     attribute_to: Literal["adapters", "base"] = Field("adapters", description="With adapters loaded: which weights are tracked.")
     task: Literal["auto", "causal-lm", "sequence-classification"] = Field("auto", description="What the model does; auto reads its configuration.")
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N. auto takes a GPU where there is one.")
+    device_map: str | None = Field(
+        None,
+        description="Spread a model that is larger than one device: auto, balanced, sequential, or a JSON file of module: GPU number, cpu or disk.",
+    )
+    max_memory: list[str] = Field(default_factory=list, description="With --device-map: the most that a device may hold, e.g. 0=20GB or cpu=60GB; repeat it.")
+    offload_folder: Path | None = Field(None, description="With --device-map: where weights go that are kept on disk.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Precision of the model; auto is float32 on CPU and checked against float32 on GPU."
     )

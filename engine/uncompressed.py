@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.capture import Capture
-from engine.covariance import device_of, working_dtype
+from engine.covariance import working_dtype
 from engine.curvature import Curvature
 from engine.errors import LimitError
 from engine.example import Batch, Example, collate, plan_batches
@@ -22,6 +22,7 @@ from engine.groups import in_gb
 from engine.memory import free_memory
 from engine.model import LoadedModel
 from engine.modules import TrackedModule, track
+from engine.placement import device_of
 
 SHARE = 0.5  # of the free memory that preconditioned query gradients take by default
 EXAMPLES_BYTES = 1 << 26  # full gradients of examples formed at once
@@ -116,7 +117,7 @@ class UncompressedInfluence:
 
     def preconditioned(self, queries: Sequence[Example], chunk: Sequence[TrackedModule]) -> dict[str, Tensor]:
         """{module: W (Q, d_out * d_in)} in the model's weight coordinates."""
-        held = {m.name: torch.empty(len(queries), m.n_parameters, dtype=self.dtype, device=device_of(m)) for m in chunk}
+        held = {m.name: torch.empty(len(queries), m.n_parameters, dtype=self.dtype, device=device_of(m.module)) for m in chunk}
         bases = {m.name: self._basis(m) for m in chunk} if self.precondition else {}
         for chosen in plan_batches([len(q) for q in queries], self.batch_tokens):
 
@@ -132,7 +133,7 @@ class UncompressedInfluence:
 
     def _basis(self, m: TrackedModule) -> tuple[Tensor, Tensor, Tensor]:
         """(q_s, q_a, 1 / (Lambda + lambda)) on the module's device."""
-        c, where = self.curvature.modules[m.name], device_of(m)
+        c, where = self.curvature.modules[m.name], device_of(m.module)
         lam = c.dense_lambda().to(where, self.dtype)
         return c.q_s.to(where, self.dtype), c.q_a.to(where, self.dtype), 1 / (lam + c.damping)
 
