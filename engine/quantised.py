@@ -6,15 +6,20 @@ while at equal bytes eight times as many coordinates are kept as in fp16 (docs/s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import Any, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 LEVELS = (-1.510, -0.4528, 0.4528, 1.510)  # of a standard normal entry, least squared error at two bits (Max 1960)
 THRESHOLD = 0.9816
 PER_BYTE = 4
-_CONVERT = 1 << 20  # entries expanded to float32 at a time: on a CPU the buffer stays in its cache
+_COMPILED = 1 << 20  # bytes of codes from which compiling pays
+_CONVERT = 1 << 18  # entries expanded to float32 at a time: on a CPU the buffer stays in its cache
 _CONVERT_GPU = 1 << 26
 _TABLES: dict[torch.device, torch.Tensor] = {}
 
@@ -91,17 +96,30 @@ class QuantisedMatrix:
     def apply(self, z: torch.Tensor, into: torch.Tensor) -> None:
         """into (..., d) += z (..., m) @ matrix."""
         z = z * self.scales.to(z.device, torch.float32)
-        for part in _parts(self.shape, z.device):
-            into += z[..., part] @ self._levels(part, z.device)
+        for part, levels in self._levels(z.device):
+            into += z[..., part] @ levels
 
     def transposed(self, v: torch.Tensor) -> torch.Tensor:
         """(..., m) = v (..., d) @ matrix^T."""
-        return torch.cat([v @ self._levels(part, v.device).T for part in _parts(self.shape, v.device)], dim=-1) * self.scales.to(v.device, torch.float32)
+        return torch.cat([v @ levels.T for _, levels in self._levels(v.device)], dim=-1) * self.scales.to(v.device, torch.float32)
 
-    def _levels(self, part: slice, device: torch.device) -> torch.Tensor:
-        """(rows, d) float32 levels, without the rows' scales."""
-        codes = self.codes[part].to(device)
-        return torch.index_select(_table(device), 0, codes.reshape(-1).to(torch.int32)).view(codes.shape[0], -1)[:, : self.columns]
+    def _levels(self, device: torch.device) -> Iterator[tuple[slice, torch.Tensor]]:
+        """(rows, their levels (rows, d) float32 without the rows' scales), part by part; each is overwritten by the next."""
+        table = _table(device)
+        if device.type != "cpu" or self.codes.numel() < _COMPILED:
+            for part in _parts(self.shape, device):
+                codes = self.codes[part].to(device)
+                yield part, torch.index_select(table, 0, codes.reshape(-1).to(torch.int32)).view(codes.shape[0], -1)[:, : self.columns]
+            return
+        expand = _expand()
+        buffer = torch.empty(0)
+        for part in _parts(self.shape, device):
+            codes = self.codes[part]
+            if codes.shape[0] * codes.shape[1] * PER_BYTE > buffer.numel():
+                buffer = torch.empty(codes.shape[0] * codes.shape[1] * PER_BYTE)
+            levels = buffer[: codes.numel() * PER_BYTE]
+            expand(codes.numpy(), table.numpy().view(np.complex128), levels.numpy().view(np.complex128))
+            yield part, levels.view(codes.shape[0], -1)[:, : self.columns]
 
 
 Matrix = DenseMatrix | QuantisedMatrix
@@ -111,6 +129,22 @@ def _parts(shape: tuple[int, int], device: torch.device) -> Iterator[slice]:
     step = max((_CONVERT if device.type == "cpu" else _CONVERT_GPU) // max(shape[1], 1), 1)
     for start in range(0, shape[0], step):
         yield slice(start, min(start + step, shape[0]))
+
+
+@cache
+def _expand() -> Callable[[NDArray[np.uint8], NDArray[np.complex128], NDArray[np.complex128]], None]:
+    """Compiled on first use: four levels, 16 bytes, copied for each byte of codes. Complex numbers are the 16-byte words that numba knows."""
+    import numba
+
+    def expand(codes: Any, table: Any, into: Any) -> None:
+        at = 0
+        for row in range(codes.shape[0]):
+            for column in range(codes.shape[1]):
+                into[at] = table[codes[row, column], 0]
+                at += 1
+
+    signature = numba.void(numba.uint8[:, ::1], numba.complex128[:, ::1], numba.complex128[::1])
+    return cast(Callable[..., None], numba.njit(signature, nogil=True)(expand))
 
 
 def _table(device: torch.device) -> torch.Tensor:

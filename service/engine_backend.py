@@ -62,11 +62,12 @@ class EngineBackend:
             raise _renamed(e) from None
 
     def answer(self, items: Sequence[query.Prepared]) -> list[schemas.InfluenceResponse | EogpError]:
-        """One pass of the model over all of them, then each one's search."""
+        """One pass of the model over all of them, then their searches, those that are alike together."""
         answers: list[schemas.InfluenceResponse | EogpError] = []
-        for item, sketched in zip(items, self.engine.sketch(items), strict=True):
+        sketched = self.engine.sketch(items)
+        for item, sketch, searched in zip(items, sketched, self.engine.search(items, sketched), strict=True):
             try:
-                answers.append(response_of(self.engine.finish(item, sketched)))
+                answers.append(response_of(self.engine.finish(item, sketch, searched)))
             except EogpError as e:
                 answers.append(_renamed(e))
         return answers

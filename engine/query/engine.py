@@ -1,7 +1,7 @@
 """The one place that turns a parsed request into ranked training examples.
 
-prepare (any thread) -> sketch (the thread that owns the model; several requests at once) -> finish (search, token shares, rows). A request with `rescore`
-needs the model in `finish` too.
+prepare (any thread) -> sketch (the thread that owns the model) -> search, both for several requests at once -> finish (token shares, rows). A request with
+`rescore` needs the model in `finish` too.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from engine.model import LoadedModel, fingerprint_mismatch, load_model
 from engine.query.excerpt import target_start
 from engine.query.generate import complete
 from engine.query.prepare import Pending, Prepared, prepare
+from engine.query.searching import Searched, search_together
 from engine.query.spec import Answer, Hit, InputReport, Limits, QueryAnswer, QuerySpec, Token
 from engine.rescore import Rescorer, example_of
-from engine.search import Ranking, Searcher, SearchRequest, compile_filter
+from engine.search import Ranking, Searcher
 from engine.settings import ModelSettings
 from engine.signs import FLAG_NO_TARGET, FLAG_NONFINITE
 from engine.sketcher import Sketcher
@@ -117,6 +118,7 @@ class QueryEngine:
             raise ModelError(f"{loaded.source} is not the model that {store.path} was built with: {difference}", field="model")
         engine = cls(store, loaded, Sketcher.load(store.sketch_dir, loaded), limits=limits, threads=settings.threads, searching=searching)
         engine.searcher.warm_up()
+        engine.sketcher.query([_short_example(loaded)])  # what is compiled on first use, is now
         return engine
 
     def reopened(self, store: Store) -> QueryEngine:
@@ -128,7 +130,8 @@ class QueryEngine:
     def answer(self, specs: Sequence[QuerySpec]) -> list[Answer]:
         """Answer requests, the model running over all of them together. Raises the first request's error that cannot be answered."""
         prepared = [self.prepare(spec) for spec in specs]
-        return [self.finish(p, s) for p, s in zip(prepared, self.sketch(prepared), strict=True)]
+        sketched = self.sketch(prepared)
+        return [self.finish(p, s, found) for p, s, found in zip(prepared, sketched, self.search(prepared, sketched), strict=True)]
 
     def prepare(self, spec: QuerySpec) -> Prepared:
         """Check and tokenise; needs no weights, any thread may call it. Raises UserError naming the field."""
@@ -187,19 +190,21 @@ class QueryEngine:
                 found.append((x, None))
         return found
 
-    def finish(self, prepared: Prepared, sketched: Sketched) -> Answer:
-        """Search, attach rows, token shares and warnings. Runs without the model unless the request says `rescore`. Raises the request's own error."""
-        if sketched.error is not None:
-            raise sketched.error
-        spec, timing = prepared.spec, {**prepared.timing, **sketched.timing}
-        signs = np.asarray(prepared.signs, np.float64)
-        y = np.stack([(signs[g, None] * sketched.y[g]).sum(axis=0) for g in prepared.groups]).astype(np.float32)
-        with _timed(timing, "filter"):
-            allowed = None if spec.filter is None else compile_filter(spec.filter, self.store.metadata, self.store.ids)
-        depth = spec.rescore_n if spec.rescore else spec.top_k
-        with _timed(timing, "search"):
-            result = self.searcher.search(SearchRequest(y, depth, spec.score, spec.direction, allowed, spec.candidates))
-        n_allowed = self.store.n_rows - int(np.count_nonzero(self.store.excluded if allowed is None else self.store.excluded | ~allowed))
+    def search(self, batch: Sequence[Prepared], sketched: Sequence[Sketched]) -> list[Searched | EogpError]:
+        """What each request finds, or its own error; requests with the same filter and options share one read of the codes."""
+        found: list[Searched | EogpError | None] = [s.error for s in sketched]
+        good = [i for i, error in enumerate(found) if error is None]
+        ys = [_measured(batch[i], sketched[i].y) for i in good]
+        for i, one in zip(good, search_together(self.searcher, self.store, [batch[i].spec for i in good], ys), strict=True):
+            found[i] = one
+        return [one for one in found if one is not None]
+
+    def finish(self, prepared: Prepared, sketched: Sketched, searched: Searched | EogpError) -> Answer:
+        """Attach rows, token shares and warnings. Runs without the model unless the request says `rescore`. Raises the request's own error."""
+        if isinstance(searched, EogpError):
+            raise searched
+        spec, timing = prepared.spec, {**prepared.timing, **sketched.timing, **searched.timing}
+        y, result, n_allowed = searched.y, searched.result, searched.n_allowed
         answers = []
         for a, group in enumerate(prepared.groups):
             found = [None if r is None else self._found(r, a, timing) for r in (result.proponents, result.opponents)]
@@ -329,6 +334,18 @@ class QueryEngine:
         if n_allowed == 0:
             found.append("no row is left to search: the filter, or the rows' flags, leave none")
         return found
+
+
+def _short_example(loaded: LoadedModel) -> Example:
+    """Two tokens, whatever they mean."""
+    ids = np.zeros(2, np.int64)
+    return Example("", ids, 0 if loaded.task == "sequence-classification" else ids, np.array([False, True]), "")
+
+
+def _measured(prepared: Prepared, y: NDArray[np.float32]) -> NDArray[np.float32]:
+    """(A, K) float32: the coordinates of each answer's measurement, from those of the inputs y (n, K)."""
+    signs = np.asarray(prepared.signs, np.float64)
+    return np.stack([(signs[g, None] * y[g]).sum(axis=0) for g in prepared.groups]).astype(np.float32)
 
 
 def _flag_error(flags: NDArray[np.uint8], n_queries: int) -> EogpError | None:

@@ -51,8 +51,9 @@ def test_products_equal_a_dense_matrix_whatever_the_chunk(kind: str, monkeypatch
         torch.from_numpy(np.random.default_rng(1).standard_normal((2, 5, 23))).float(),
         torch.from_numpy(np.random.default_rng(2).standard_normal((4, 6))).float(),
     )
-    for convert in (1 << 20, 12):
+    for convert, compiled in ((1 << 20, 1 << 20), (12, 1 << 20), (12, 0), (1 << 20, 0)):
         monkeypatch.setattr("engine.quantised._CONVERT", convert)
+        monkeypatch.setattr("engine.quantised._COMPILED", compiled)
         x = torch.ones(2, 5, 6)
         stored.apply(z, x)
         torch.testing.assert_close(x, 1 + z @ full, rtol=1e-4, atol=1e-4)

@@ -237,9 +237,10 @@ def test_one_bad_request_does_not_spoil_its_batch(asked: QueryEngine, monkeypatc
 
     monkeypatch.setattr(asked.sketcher, "query", flagged)
     sketched = asked.sketch([good, bad])
-    assert asked.finish(good, sketched[0]).answers
+    searched = asked.search([good, bad], sketched)
+    assert asked.finish(good, sketched[0], searched[0]).answers
     with pytest.raises(DataError, match=r"queries\[0\] has a gradient that is not finite"):
-        asked.finish(bad, sketched[1])
+        asked.finish(bad, sketched[1], searched[1])
 
 
 def test_generation_is_repeatable_and_sampling_follows_its_seed(asked: QueryEngine) -> None:
