@@ -26,6 +26,7 @@ from engine.loss import Labels, LossStats
 from engine.model import LoadedModel
 from engine.modules import TrackedModule, track
 from engine.placement import device_of
+from engine.readahead import ReadAhead, tensor_ranges
 from engine.rotated import Sides, by_position, rotate, selected
 
 Selection = dict[str, NDArray[np.int64]]
@@ -60,10 +61,13 @@ class ModuleMap:
 class CoordinateMap:
     """batch -> {module: (B, m_u)} stage-1 coordinates, streamed module by module in the order of the backward pass."""
 
-    def __init__(self, loaded: LoadedModel, maps: Mapping[str, ModuleMap]) -> None:
+    def __init__(self, loaded: LoadedModel, maps: Mapping[str, ModuleMap], ahead: ReadAhead | None = None) -> None:
         self.loaded = loaded
         self.maps = dict(maps)
         self.capture = Capture(loaded, [m.tracked for m in self.maps.values()])
+        self.ahead = ahead
+        names = list(self.maps)
+        self.following: dict[str, str | None] = dict(zip(names, [None, *names[:-1]], strict=True))  # in the order of the backward pass
 
     @classmethod
     def from_curvature(cls, loaded: LoadedModel, curvature: Any, selection: Selection) -> CoordinateMap:
@@ -106,14 +110,17 @@ class CoordinateMap:
 
         def project(c: Captured) -> None:
             m = self.maps[c.module.name]
+            if self.ahead is not None:
+                self.ahead.will_need(self.following[c.module.name])
+            q_s, q_a = m.q_s.to(m.flat.device), m.q_a.to(m.flat.device)
 
             def rotated_a() -> Tensor:
                 held = rotated.get(m.group)
                 if held is None or held[0].data_ptr() != c.a.data_ptr():
-                    held = rotated[m.group] = (c.a, rotate(c.a, m.q_a, c.module.bias))
+                    held = rotated[m.group] = (c.a, rotate(c.a, q_a, c.module.bias))
                 return held[1]
 
-            sides = Sides(c.a, c.delta.to(m.q_s.dtype), m.q_a, m.q_s, c.module.bias, rotated_a, sharers[m.group])
+            sides = Sides(c.a, c.delta.to(q_s.dtype), q_a, q_s, c.module.bias, rotated_a, sharers[m.group])
             if per_position:
                 z = _by_place(by_position(sides, m.rows, m.columns) * m.inverse_root, c.positions, batch.input_ids.shape[1])
             else:
@@ -159,7 +166,10 @@ class CoordinateMap:
 
     @classmethod
     def load(cls, folder: Path, loaded: LoadedModel) -> CoordinateMap:
-        """Inverse of `save`. Raises StoreError for missing files, ModelError where the model has other modules than those stored."""
+        """Inverse of `save`. The bases of a model that is kept elsewhere stay in the mapped file, each on its device only while it is used.
+
+        Raises StoreError for missing files, ModelError where the model has other modules than those stored.
+        """
         try:
             table = json.loads((folder / _TABLE).read_text(encoding="utf-8"))["modules"]
             tensors = load_file(folder / _TENSORS)
@@ -173,14 +183,17 @@ class CoordinateMap:
             if t is None or (t.d_out, t.d_in, t.bias) != (row["d_out"], row["d_in"], row["bias"]):
                 raise ModelError(f"the store was built with a module {name} of {row['d_out']} x {row['d_in']}, which the loaded model does not have")
             device, dtype = _compute(loaded, t)
-            group = row["group"]
+            group, home = row["group"], torch.device("cpu") if loaded.kept_elsewhere else device
             if group not in bases:
-                bases[group] = tensors[f"{group}//q_a"].to(device, dtype)
+                bases[group] = tensors[f"{group}//q_a"].to(home, dtype)
             positions = tensors[f"{name}/positions"].numpy()
             used_rows = np.unique(positions // t.d_in)
-            q_s, lam = tensors[f"{name}/q_s"].to(device, dtype), tensors[f"{name}/lam"].to(device, dtype)
+            q_s, lam = tensors[f"{name}/q_s"].to(home, dtype), tensors[f"{name}/lam"].to(device, dtype)
             maps[name] = _map(t, positions, used_rows, tensors[f"{group}//columns"].numpy(), q_s, bases[group], lam, row["damping"], group)
-        return cls(loaded, maps)
+        if not loaded.kept_elsewhere:
+            return cls(loaded, maps)
+        parts = {name: (f"{name}/q_s", f"{row['group']}//q_a") for name, row in table.items()}
+        return cls(loaded, maps, ReadAhead(folder / _TENSORS, tensor_ranges(folder / _TENSORS, parts)))
 
 
 def _compute(loaded: LoadedModel, t: TrackedModule) -> tuple[torch.device, torch.dtype]:
@@ -212,8 +225,8 @@ def _map(
     damping: float,
     group: str,
 ) -> ModuleMap:
-    rows = torch.from_numpy(np.searchsorted(used_rows, positions // t.d_in)).to(q_s.device)
-    columns = torch.from_numpy(np.searchsorted(used_columns, positions % t.d_in)).to(q_s.device)
+    rows = torch.from_numpy(np.searchsorted(used_rows, positions // t.d_in)).to(lam.device)
+    columns = torch.from_numpy(np.searchsorted(used_columns, positions % t.d_in)).to(lam.device)
     return ModuleMap(t, q_s, q_a, rows, columns, positions, lam, damping, group)
 
 

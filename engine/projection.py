@@ -27,6 +27,7 @@ from safetensors.numpy import load_file, save_file
 from engine.blocks import BlockLayout
 from engine.errors import StoreError
 from engine.quantised import PER_BYTE, DenseMatrix, Matrix, QuantisedMatrix
+from engine.readahead import ReadAhead
 from engine.refine import refine_signs
 from engine.signs import ScaleKind, block_scales, encode
 from engine.srht import SRHT
@@ -59,6 +60,7 @@ class Projection:
     refine: int = 0
     hadamard: list[SRHT] = field(default_factory=list)
     info: dict[str, Any] = field(default_factory=dict)
+    ahead: ReadAhead | None = None
     _place: dict[str, tuple[int, int]] = field(init=False, repr=False)
     _starts: list[int] = field(init=False, repr=False)
     _grams: list[NDArray[np.float32]] = field(init=False, repr=False)
@@ -227,6 +229,10 @@ class Projection:
         ends = list(accumulate(rows * width for rows, width in shapes.values()))
         if flat.size != ends[-1]:
             raise ValueError(f"{MATRIX} has {flat.size} entries, the layout needs {ends[-1]}")
+        item, start = flat.dtype.itemsize, flat.offset
+        self.ahead = ReadAhead(
+            folder / MATRIX, {name: [(start + item * (end - s[0] * s[1]), item * s[0] * s[1])] for (name, s), end in zip(shapes.items(), ends, strict=True)}
+        )
         for (name, shape), end in zip(shapes.items(), ends, strict=True):
             with warnings.catch_warnings():  # the mapping is read-only on purpose: several processes share it
                 warnings.simplefilter("ignore", UserWarning)

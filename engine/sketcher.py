@@ -5,7 +5,7 @@ The composition of the walk (method: coordinates -> PCA/SRHT -> signs and scales
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,6 +19,8 @@ from engine.example import Batch, Example, collate, plan_batches
 from engine.model import LoadedModel
 from engine.projection import Projection
 from engine.signs import FLAG_NO_TARGET, FLAG_NONFINITE, FLAG_ZERO, Sketch
+
+CACHED_BYTES = 10**9  # coordinates of a model that is kept elsewhere, held in main memory between its passes and P
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +81,11 @@ class Sketcher:
         n_tokens, flags = np.array([e.n_targets for e in examples], np.int32), np.zeros(n, np.uint8)
         flags[n_tokens == 0] = FLAG_NO_TARGET
         usable = [i for i in range(n) if flags[i] == 0]
-        for plan in plan_batches([len(examples[i]) for i in usable], self.batch_tokens):
-            chosen = [usable[j] for j in plan]
-            batch = collate([examples[i] for i in chosen], [rows[i] for i in chosen], self.loaded.pad_id, self.loaded.device)
-            y[chosen], norm_sq[chosen], loss[chosen] = self._batch(batch)
+        plans = [[usable[j] for j in plan] for plan in plan_batches([len(examples[i]) for i in usable], self.batch_tokens)]
+        for together in self._together(plans):
+            chosen = [i for plan in together for i in plan]
+            batches = [collate([examples[i] for i in plan], [rows[i] for i in plan], self.loaded.pad_id, self.loaded.device) for plan in together]
+            y[chosen], norm_sq[chosen], loss[chosen] = self._cached(batches) if self.loaded.kept_elsewhere else self._batch(batches[0])
             if progress:
                 progress(len(chosen))
         finite = np.isfinite(norm_sq) & np.isfinite(loss) & np.isfinite(y).all(axis=1)
@@ -105,6 +108,33 @@ class Sketcher:
         stats = self.coordinates.stream(batch, consume)
         return self.projection.finish(y).cpu().numpy(), norm_sq.float().cpu().numpy(), stats.loss.float().cpu().numpy()
 
+    def _together(self, plans: list[list[int]]) -> Iterator[list[list[int]]]:
+        """Batches whose coordinates are held until P is applied to all of them: one, or, for a model that is kept elsewhere, as many as CACHED_BYTES hold."""
+        most = CACHED_BYTES // (4 * sum(self.coordinates.widths.values())) if self.loaded.kept_elsewhere else 0
+        together: list[list[int]] = []
+        for plan in plans:
+            if together and sum(map(len, together)) + len(plan) > most:
+                yield together
+                together = []
+            together.append(plan)
+        if together:
+            yield together
+
+    def _cached(self, batches: Sequence[Batch]) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
+        """As `_batch`, of several batches: each module's slice of P is read once for all of them, and the next one meanwhile."""
+        held: dict[str, list[torch.Tensor]] = {name: [] for name in self.projection.modules}
+        losses = [self.coordinates.stream(batch, lambda name, z: held[name].append(z.cpu())).loss.float().cpu() for batch in batches]
+        n = sum(len(batch.ids) for batch in batches)
+        y, norm_sq = self.projection.start((n,), self.loaded.device), torch.zeros(n, dtype=torch.float64)
+        names = self.projection.modules
+        for name, following in zip(names, [*names[1:], None], strict=True):
+            if self.projection.ahead is not None:
+                self.projection.ahead.will_need(following)
+            z = torch.cat(held.pop(name))
+            norm_sq += z.double().square().sum(-1)
+            self.projection.add(y, name, z)
+        return self.projection.finish(y).cpu().numpy(), norm_sq.float().numpy(), torch.cat(losses).numpy()
+
     def save(self, folder: Path) -> None:
         """Write what sketching a query needs: positions, used rows and columns of Q, corrected eigenvalues there, P and c_b."""
         self.coordinates.save(folder)
@@ -112,8 +142,9 @@ class Sketcher:
 
     @classmethod
     def load(cls, folder: Path, loaded: LoadedModel, *, batch_tokens: int = 4096) -> Sketcher:
-        """Inverse of `save`, on the model's device."""
-        return cls(loaded, CoordinateMap.load(folder, loaded), Projection.load(folder, loaded.device), batch_tokens=batch_tokens)
+        """Inverse of `save`, on the model's device; for a model that is kept elsewhere P stays in its mapped file, read module by module."""
+        projection = Projection.load(folder, "cpu" if loaded.kept_elsewhere else loaded.device)
+        return cls(loaded, CoordinateMap.load(folder, loaded), projection, batch_tokens=batch_tokens)
 
 
 def spill_coordinates(

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate.utils import OffloadedWeightsLoader
+from safetensors.torch import save_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -21,12 +22,15 @@ from engine.coordinates import CoordinateMap
 from engine.errors import ModelError
 from engine.example import Example, collate
 from engine.fit_curvature import fit_curvature
+from engine.fit_projection import fit_projection
 from engine.memory import estimate_fit, weight_bytes
 from engine.model import LoadedModel, fingerprint_mismatch, load_model
 from engine.modules import track
 from engine.placement import device_of, kept_elsewhere, tensors
+from engine.readahead import ReadAhead, tensor_ranges
 from engine.selection import select_coordinates
 from engine.settings import FitSettings, ModelSettings
+from engine.sketcher import Sketcher
 from indexer.weights import weights_hash
 
 LAYERS = 6
@@ -177,3 +181,38 @@ def test_a_map_that_is_not_one_is_named(folder: Path, tmp_path: Path) -> None:
         (tmp_path / "map.json").write_text(content)
         with pytest.raises(ModelError, match=sentence):
             load_model(ModelSettings(model=str(folder), device="cpu", device_map=str(tmp_path / "map.json")))
+
+
+def test_sketches_and_queries_are_those_of_a_model_in_memory(load: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    here, there = load(), load(LAYERS)
+    at, z = coordinates(here)
+    z_fit = {name: np.asarray(v) for name, v in z.items()}
+    for quantise in (False, True):
+        projection = fit_projection(z_fit, {"all": list(z)}, 8, seed=0, quantise=quantise, **({"directions": 0.75} if quantise else {}))
+        Sketcher(here, at, projection, batch_tokens=64).save(tmp_path / "sketch")
+        wanted = Sketcher.load(tmp_path / "sketch", here, batch_tokens=64).query(examples())
+        sketcher = Sketcher.load(tmp_path / "sketch", there, batch_tokens=64)
+        read: list[str | None] = []
+        assert sketcher.projection.ahead is not None and sketcher.coordinates.ahead is not None
+        monkeypatch.setattr(sketcher.projection.ahead, "will_need", read.append)
+        for cached in (10**9, 4 * 64 * len(z) * 4, 1):  # all batches together; a few examples; each batch alone
+            monkeypatch.setattr("engine.sketcher.CACHED_BYTES", cached)
+            read.clear()
+            found = sketcher.query(examples())
+            np.testing.assert_allclose(found.y, wanted.y, rtol=1e-4, atol=1e-5 * float(np.abs(wanted.y).max()))
+            np.testing.assert_allclose(found.z_norm_sq, wanted.z_norm_sq, rtol=1e-4)
+            np.testing.assert_allclose(found.loss, wanted.loss, rtol=1e-5)
+            assert len(read) % len(z) == 0 and (len(read) == len(z)) == (cached == 10**9)  # P is read once where all coordinates are held
+
+
+def test_reading_ahead_names_the_bytes_of_each_tensor(tmp_path: Path) -> None:
+    stored = {"a/q_s": torch.arange(6.0).view(2, 3), "g//q_a": torch.arange(5.0), "b": torch.zeros(2, dtype=torch.float16)}
+    save_file(stored, tmp_path / "x.safetensors")
+    found = tensor_ranges(tmp_path / "x.safetensors", {"a": ("a/q_s", "g//q_a"), "b": ("b",)})
+    content = (tmp_path / "x.safetensors").read_bytes()
+    for (offset, length), key in zip(found["a"] + found["b"], stored, strict=True):
+        assert content[offset : offset + length] == stored[key].numpy().tobytes()
+    ahead = ReadAhead(tmp_path / "x.safetensors", found)
+    for name in ("a", None, "unknown"):
+        ahead.will_need(name)
+    ahead.close()
