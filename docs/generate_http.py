@@ -56,7 +56,8 @@ Send `Authorization: Bearer KEY` or `X-API-Key: KEY`. The role `read` may ask; `
 - One inference thread answers what has arrived while it was busy in one pass of the model, up to `--batch-tokens`. More than `--max-queue` waiting requests get 429 with
   `Retry-After`; past `--deadline-seconds`, 504. Whoever disconnects is dropped from the queue.
 - A new generation of the store (`eogp append`, `delete`, `compact`) is noticed within `--reload-seconds`. Every answer comes from one generation and names it.
-- `GET /readyz` looks at the inference thread: it is 503 while draining, when a batch takes longer than `--stuck-seconds`, or when an idle thread gives no sign of life.
+- `GET /readyz` looks at the inference thread: it is 503 while draining, when a batch takes longer than `--stuck-seconds`, when an idle thread gives no sign of life, or when the background
+  check of the store (`--check-rate`) has found a damaged file, which it names.
 - SIGTERM: `/readyz` says 503, requests are accepted for `--drain-seconds` more, running ones get `--grace-seconds` to finish, then the process ends with 0.
 - Logs are JSON lines on standard error, one per request with its id (`X-Request-Id`, yours or ours); the text of queries is only in them with `--log-queries`.
 """

@@ -5,7 +5,7 @@ A backend is one generation of one store with one model, and never changes; a re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from engine.errors import EogpError
@@ -50,6 +50,13 @@ class Backend(Protocol):
 
     def examples(self, order: Order, offset: int, limit: int) -> ExampleList:
         """A page of examples, on any thread; descending for self_influence and loss."""
+        ...
+
+    def damage(self, told: Callable[[int], None]) -> list[tuple[str, str]]:
+        """(file, what is wrong) of every file that differs from the manifest, on any thread; empty too where this generation is no longer the store's.
+
+        told: called with the bytes of each slice read; what it raises ends the check. Raises EogpError where the store cannot be read at all.
+        """
         ...
 
     def reload(self) -> Backend | None:

@@ -14,6 +14,7 @@ from engine.errors import EogpError
 from service.backend import Backend
 from service.batching import Batcher, Observer
 from service.errors import ApiError
+from service.integrity import Integrity
 from service.limits import check_limits, check_tokens, limits_of
 from service.metrics import Metrics
 from service.schemas import InfluenceRequest, InfluenceResponse, Info, Reloaded
@@ -39,27 +40,29 @@ class Service:
             stuck_seconds=settings.stuck_seconds,
             observer=Observer(self.metrics.batch, lambda reason: self.metrics.dropped.labels(reason).inc(), self.metrics.restarts.inc),
         )
+        self.integrity = Integrity(settings.check_rate, 3600 * settings.check_hours, self.metrics)
         self._reloading = asyncio.Lock()
         self._limiter = anyio.CapacityLimiter(PREPARERS)
         self._watcher: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start the inference thread and the watch for new generations."""
+        """Start the inference thread, the background check, and the watch for new generations."""
         self.batcher.start()
         self._show(self.backend)
         if self.settings.reload_seconds:
             self._watcher = asyncio.create_task(self._watch())
 
     async def stop(self) -> None:
-        """End both; what still waits in the queue is answered with 503."""
+        """End all three; what still waits in the queue is answered with 503."""
         self.draining = True
         if self._watcher is not None:
             self._watcher.cancel()
+        self.integrity.stop()
         await asyncio.to_thread(self.batcher.stop)
 
     def not_ready(self) -> str | None:
         """Why no request should be sent here now; None when ready."""
-        return "the server is draining" if self.draining else self.batcher.ready()
+        return "the server is draining" if self.draining else self.batcher.ready() or self.integrity.damage
 
     async def influence(self, request: InfluenceRequest, arrived: float, gone: Any = None) -> InfluenceResponse:
         """Answer one request. Raises EogpError with a code of service.errors.CODES, or ClientGoneError."""
@@ -138,6 +141,7 @@ class Service:
 
     def _show(self, backend: Backend) -> None:
         self.metrics.serve(backend.generation, backend.store.rows, backend.store.excluded)
+        self.integrity.watch(backend)
 
     async def _watch(self) -> None:
         failed: str | None = None

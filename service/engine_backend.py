@@ -19,6 +19,7 @@ from engine.settings import ModelSettings
 from engine.signs import FLAG_NO_TARGET, FLAG_NONFINITE, FLAG_ZERO
 from engine.store import Store, StoredRow
 from engine.store.manifest import MANIFEST_HASH, current_generation
+from engine.store.verify import faults
 from service import schemas
 from service.settings import ServeSettings
 
@@ -168,11 +169,21 @@ class EngineBackend:
             metadata=list(store.metadata.column_names),
         )
 
+    def damage(self, told: Callable[[int], None]) -> list[tuple[str, str]]:
+        """Every file against its hash; where the store has gone on meanwhile, what is missing here is no damage."""
+        store = self.engine.store
+        found = faults(store.path, store.manifest, told)
+        return found if found and self._is_current() else []
+
+    def _is_current(self) -> bool:
+        store = self.engine.store
+        generation = current_generation(store.path)
+        return (generation, _version(store.path, generation)) == (store.generation, self.version)
+
     def reload(self) -> EngineBackend | None:
         """The live generation with the same model and projection, or, where the store was built anew, with its own."""
         old = self.engine.store
-        generation = current_generation(old.path)
-        if (generation, _version(old.path, generation)) == (old.generation, self.version):
+        if self._is_current():
             return None
         store = Store.open(old.path, verify=self.settings.verify)
         same = store.manifest.model == old.manifest.model and store.manifest.sketch == old.manifest.sketch

@@ -33,6 +33,8 @@ class Metrics:
         self.reloads = Counter("eogp_reloads", "Reloads of the store by outcome.", ["outcome"], registry=r)
         self.rows = Gauge("eogp_store_rows", "Rows of the generation that is served.", registry=r)
         self.excluded = Gauge("eogp_store_excluded_rows", "Rows that never appear in results.", registry=r)
+        self.checked = Counter("eogp_store_checked_bytes", "Bytes that the background check has compared with their hashes.", registry=r)
+        self.damaged = Gauge("eogp_store_damaged_files", "Files that differ from their hashes.", registry=r)
         self.ready = Gauge("eogp_ready", "1 when /readyz says so.", registry=r)
         self.generation = Gauge("eogp_generation_info", "1 for the generation that is served.", ["generation"], registry=r)
 

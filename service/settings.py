@@ -57,6 +57,10 @@ class ServeSettings(LimitSettings, QueueSettings, ModelSettings, ShardSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log line that is written.")
     log_format: Literal["json", "text"] = Field("json", description="JSON lines for machines, or text for people.")
     log_queries: bool = Field(False, description="Write the text of queries into the log. Off by default: queries may be private.")
+    check_rate: Bytes = Field(
+        20_000_000, ge=0, description="Bytes per second that the background check of the store's hashes reads, e.g. 20MB; 0 turns it off."
+    )
+    check_hours: float = Field(24.0, gt=0, description="Hours between the end of one background check and the beginning of the next.")
     verify: bool = Field(False, description="Check every file of the store against its SHA-256 before serving.")
 
 

@@ -6,7 +6,7 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,12 +16,13 @@ TEMPORARY = ".tmp"
 _CHUNK = 1 << 20
 
 
-def sha256_of(path: Path) -> str:
-    """Hex SHA-256 of a file, read in chunks."""
+def sha256_of(path: Path, progress: Callable[[int], None] = lambda n: None) -> str:
+    """Hex SHA-256 of a file, read in chunks; `progress` is told the bytes of each, and what it raises ends the reading."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
+            progress(len(chunk))
     return digest.hexdigest()
 
 

@@ -21,9 +21,12 @@ from engine import cli
 from engine.query import QueryEngine, QueryInput, QuerySpec
 from engine.store import Store
 from indexer.append import append
+from indexer.compact import compact
 from indexer.delete import delete
 from indexer.settings import AppendSettings
+from service.engine_backend import EngineBackend
 from service.schemas import InfluenceResponse
+from service.settings import ServeSettings
 
 Serving = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
 MONGOLIA = {"prompt": "The capital of Mongolia is", "completion": " Ulaanbaatar."}
@@ -332,3 +335,24 @@ def test_a_process_serves_drains_and_ends_with_0(
     assert len(statuses) >= 4 and set(statuses) == {200}
     log = [json.loads(line) for line in served.log.read_text().splitlines() if line.startswith("{")]
     assert any(line["event"] == "draining" for line in log) and not any(line["level"] == "error" for line in log)
+
+
+@pytest.mark.parametrize("name", ["codes.faiss", "scales.npy", "rows.arrow"])
+def test_a_flipped_bit_is_found_while_serving(own_store: Path, name: str) -> None:
+    path = own_store / "segments" / "000001" / name
+    settings = ServeSettings(reload_seconds=0)
+    backend = EngineBackend.open(own_store, settings)
+    slices: list[int] = []
+    assert backend.damage(slices.append) == [] and sum(slices) == sum(e.size for e in backend.engine.store.manifest.files.values())
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.with_suffix(".new").write_bytes(content)
+    path.with_suffix(".new").replace(path)
+    assert backend.damage(slices.append) == [(f"segments/000001/{name}", "its content differs from its hash in the manifest")]
+
+
+def test_a_generation_that_was_compacted_away_is_not_damaged(own_store: Path) -> None:
+    backend = EngineBackend.open(own_store, ServeSettings(reload_seconds=0))
+    delete(own_store, ids=["row-3"])
+    compact(own_store)
+    assert backend.damage(lambda n: None) == []

@@ -46,6 +46,8 @@ class FakeBackend:
     task: str = "causal-lm"
     fail: Callable[[Sequence[Item]], None] | None = None
     next: Any = None
+    damaged: list[tuple[str, str]] = field(default_factory=list)
+    checks: int = 0
     batches: list[int] = field(default_factory=list)
     threads: set[str] = field(default_factory=set)
 
@@ -81,6 +83,12 @@ class FakeBackend:
         if self.seconds:
             time.sleep(self.seconds)
         return [self._one(i) for i in items]
+
+    def damage(self, told: Callable[[int], None]) -> list[tuple[str, str]]:
+        for _ in range(3):
+            told(1000)
+        self.checks += 1
+        return self.damaged
 
     def _one(self, item: Item) -> schemas.InfluenceResponse:
         def hit(rank: int, text: str, sign: float) -> schemas.Hit:
