@@ -31,7 +31,7 @@ from indexer.evaluate import metrics
 
 HERE = Path(__file__).parent
 THROUGH: list[str] = []  # what every worker is started through, for instance nice
-KRONFLUENCE_BATCHES = {1: ((128, 128),), 10: ((128, 128),), 100: ((128, 32), (128, 128)), 1000: ((128, 128), (1000, 64), (1000, 128))}  # queries, examples
+KRONFLUENCE_BATCHES = {1: ((128, 128),), 10: ((128, 128),), 100: ((128, 32), (128, 128)), 1000: ((128, 128), (1000, 64))}  # queries, examples
 REFERENCE = "exact"
 PAGES = (HERE.parent / "README.md", HERE.parent / "docs" / "peers.md")
 
@@ -53,7 +53,7 @@ PEERS = (
     Peer(REFERENCE, "eogp, uncompressed EK-FAC (the reference)", "peers_ours.py", False, prefix="exact-"),
     Peer("ours-256", "**eogp**, default", "peers_ours.py", False, ("--bytes", "256")),
     Peer("ours-256-small", "**eogp**, 256 B, `--projection-bytes 40MB`", "peers_ours.py", False, ("--bytes", "256", "--projection-bytes", "40MB")),
-    Peer("ours-64", "**eogp**, 64 B, `--projection-bytes 40MB`", "peers_ours.py", False, ("--bytes", "64", "--projection-bytes", "40MB")),
+    Peer("ours-64", "**eogp**, 64 B, `--projection-bytes 10MB`", "peers_ours.py", False, ("--bytes", "64", "--projection-bytes", "10MB")),
     Peer("kronfluence", "kronfluence 1.0.1, EK-FAC", "peers_kronfluence.py"),
     Peer(
         "bergson",
@@ -138,6 +138,13 @@ def measure(work: Path, python: Path, chosen: list[Peer]) -> list[dict[str, Any]
         worker(peer, "scores", work, python)
         rows.append(row | more)
     return rows
+
+
+def complete(peer: Peer, work: Path) -> bool:
+    """Whether every measurement of the row is kept."""
+    out = work / "peers" / peer.key
+    counted = [f"queries-{n}-{q}-{t}" for n, tried in KRONFLUENCE_BATCHES.items() for q, t in tried] if peer.key == "kronfluence" else ["queries"]
+    return all((out / f"{peer.prefix}{name}.json").exists() for name in ("index", "scores", *counted))
 
 
 def quality(work: Path, rows: list[dict[str, Any]]) -> None:
@@ -228,6 +235,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder for the task, the stores and the JSON of every measurement")
     parser.add_argument("--peers-python", type=Path, required=True, help="interpreter of the environment that holds the peers")
     parser.add_argument("--only", nargs="*", choices=[p.key for p in PEERS], help="measure these rows and stop before the tables")
+    parser.add_argument("--made-only", action="store_true", help="tables of the rows that are measured in DIR, without measuring the rest")
     parser.add_argument("--through", default="", help="a command that every measurement is started through, for instance 'nice -n 5'")
     args = parser.parse_args()
     THROUGH.extend(shlex.split(args.through))
@@ -237,7 +245,7 @@ def main() -> None:
     if args.only:
         measure(args.work, args.peers_python, [p for p in PEERS if p.key in args.only])
         return
-    rows = measure(args.work, args.peers_python, list(PEERS))
+    rows = measure(args.work, args.peers_python, [p for p in PEERS if not args.made_only or complete(p, args.work)])
     quality(args.work, rows)
     found: dict[str, Any] = {"rows": rows, "goals": goals(rows)}
     (outcomes.RESULTS / "peers.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
