@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from engine.blocks import BlockLayout
 from engine.errors import LimitError, SettingError
+from engine.search.gpu_candidates import GpuCandidates
 from engine.search.request import SegmentView, spans
 
 
@@ -24,22 +25,32 @@ def query_bits(y: NDArray[np.float32], layout: BlockLayout, *, complement: bool)
 
 
 def hamming_candidates(
-    segments: Sequence[SegmentView], layout: BlockLayout, y: NDArray[np.float32], r: int, allowed: NDArray[np.bool_] | None, *, complement: bool
+    segments: Sequence[SegmentView],
+    layout: BlockLayout,
+    y: NDArray[np.float32],
+    r: int,
+    allowed: NDArray[np.bool_] | None,
+    *,
+    complement: bool,
+    gpu: GpuCandidates | None = None,
 ) -> list[NDArray[np.int64]]:
-    """Positions of the r rows nearest to each query's signs by Hamming distance, among the allowed ones; ties go to the lower position."""
+    """Positions of the r rows nearest to each query's signs by Hamming distance, among the allowed ones; ties go to the lower position.
+
+    gpu: indexes of the same segments on a GPU, used where their limits allow it.
+    """
+    gpu = gpu if gpu is not None and gpu.serves(r, allowed) else None
     bits = query_bits(y, layout, complement=complement)
     distances: list[list[NDArray[np.int64]]] = [[] for _ in y]
     positions: list[list[NDArray[np.int64]]] = [[] for _ in y]
-    for s in segments:
-        parameters = None
-        kept = s.n
-        if allowed is not None:
-            mask = allowed[s.base : s.base + s.n]
-            kept = int(np.count_nonzero(mask))
-            parameters = _selector(mask)
+    for number, s in enumerate(segments):
+        mask = None if allowed is None else allowed[s.base : s.base + s.n]
+        kept = s.n if mask is None else int(np.count_nonzero(mask))
         if not kept:
             continue
-        d, found = s.index.search(bits, min(r, kept), params=parameters)
+        if gpu is not None:
+            d, found = gpu.nearest(number, bits, r, allowed)
+        else:
+            d, found = s.index.search(bits, min(r, kept), params=None if mask is None else _selector(mask))
         for q in range(len(y)):
             real = found[q] >= 0  # FAISS fills up with -1
             distances[q].append(d[q][real].astype(np.int64))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING, Literal
 
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from engine.blocks import BlockLayout
 from engine.search.candidates import hamming_candidates, pick_candidates
 from engine.search.exhaustive import Scanner
+from engine.search.gpu_candidates import GpuCandidates, on_gpu
 from engine.search.request import ArraySegment, Score, SearchRequest, SearchResult, SegmentView, check, total_rows
 from engine.search.scoring import decode, score_rows
 from engine.search.topk import best, ranking
@@ -142,13 +144,17 @@ class Searcher:
         if self.engine != "plain" and self.segments:
             self.search(SearchRequest(np.ones((1, sum(self.layout.k)), np.float32), 1, allowed=np.zeros(self.n_rows, np.bool_)))
 
+    @cached_property
+    def _on_gpu(self) -> GpuCandidates | None:
+        return on_gpu(self.segments, self._device) if self.engine == "gpu" and self._device is not None else None
+
     def _from_candidates(
         self, request: SearchRequest, allowed: NDArray[np.bool_] | None, r: int, wanted: Sequence[bool]
     ) -> tuple[dict[bool, list[Found]], int]:
         found: dict[bool, list[Found]] = {}
         n_scored = 0
         for largest in wanted:
-            near = hamming_candidates(self.segments, self.layout, request.y, r, allowed, complement=not largest)
+            near = hamming_candidates(self.segments, self.layout, request.y, r, allowed, complement=not largest, gpu=self._on_gpu)
             found[largest] = [self._best_of(p, request.y[q : q + 1], request, largest) for q, p in enumerate(near)]
             n_scored += sum(len(p) for p in near)
         return found, n_scored
