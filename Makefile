@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO ?= demo
 DEMO_LLM ?= demo-llm
-EXTRAS := cpu,peft,gguf,evaluate,docs,dev
+EXTRAS := cpu,peft,gguf,evaluate,ray,docs,dev
 CHECKED := engine indexer service tests examples benchmarks docs
 # One thread per process: tests run in two processes, and small matrices gain nothing from more.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1

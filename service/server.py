@@ -55,6 +55,8 @@ def run(backend: Backend, settings: ServeSettings, keys: Keys, listening: socket
     app = create_app(backend, settings, keys)
     config = uvicorn.Config(
         app,
+        http="h11",  # whatever else is installed: its limits are those that are tested
+        ws="none",
         log_config=None,
         access_log=False,
         server_header=False,
