@@ -8,6 +8,7 @@ from importlib.metadata import entry_points
 import typer
 
 from engine.errors import EogpError
+from engine.interruptible import leave
 
 
 def build() -> typer.Typer:
@@ -31,4 +32,4 @@ def main() -> None:
         build()()
     except EogpError as e:
         print(f"eogp: {e.message}", file=sys.stderr)
-        sys.exit(e.exit_code)
+        leave(e.exit_code)

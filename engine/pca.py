@@ -6,10 +6,8 @@ V = Z^T U diag(1 / sigma): they are computed module slice by module slice, so th
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -18,8 +16,8 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]  # torch's st
 
 from engine.eigen import eigenbasis
 from engine.errors import NumericalError
+from engine.interruptible import interruptible
 
-T = TypeVar("T")
 Coordinates = Mapping[str, NDArray[np.float32]]
 Tell = Callable[[float], None]  # called with the operations done since the last call; what it raises ends the fit
 DROP = 1e-4  # directions with sigma below this share of the largest are numerical noise of float32 coordinates
@@ -27,7 +25,6 @@ DROP_FAST = 1e-3  # the same where products were taken in float32
 EIGH = 16.0  # operations of `eigh` per n^3, counted as the float32 products that take as long
 _CHUNK_BYTES = 1 << 27
 _ROWS = 512
-_LOOK = 0.2  # seconds between two looks at a stop request while LAPACK is at work
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +99,7 @@ def gram_operations(n: int, width: int, product: torch.dtype) -> float:
 
 def spectrum(matrix: torch.Tensor, *, drop: float = DROP, tell: Tell = lambda operations: None) -> Spectrum:
     """Eigendecomposition of a Gram matrix, directions with sigma < drop * sigma_1 left out."""
-    values, vectors = _interruptible(lambda: _decompose(matrix), tell)
+    values, vectors = interruptible(lambda: _decompose(matrix), lambda: tell(0))
     singular = values.flip(0).clamp(min=0).sqrt()
     rank = int((singular >= drop * singular[0]).sum()) if float(singular[0]) > 0 else 0
     tell(EIGH * float(len(matrix)) ** 3)
@@ -115,28 +112,6 @@ def _decompose(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     except LinAlgError:
         values, vectors = eigenbasis(matrix.cpu(), "the Gram matrix of the projection's fitting examples")
     return values, vectors.to(matrix.device)
-
-
-def _interruptible(work: Callable[[], T], tell: Tell) -> T:
-    """The result of `work`, one long call into a library, done on another thread so that `tell` can end the fit meanwhile; the thread is then left to
-    finish what nobody waits for."""
-    done: list[T] = []
-    failed: list[Exception] = []
-
-    def run() -> None:
-        try:
-            done.append(work())
-        except Exception as e:  # handed to the caller
-            failed.append(e)
-
-    thread = threading.Thread(target=run, name="eogp-eigh", daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(_LOOK)
-        tell(0)
-    if failed:
-        raise failed[0]
-    return done[0]
 
 
 def loading(
