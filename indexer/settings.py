@@ -52,4 +52,5 @@ class InspectSettings(DataSettings, ModelSettings, FitSettings, SketchSettings):
     tokens_per_example: int = Field(512, ge=1, description="Mean tokens of an example, where no --data is given to measure them.")
 
 
-OPERATIONAL = ("restart", "log_json", "device", "device_map", "max_memory", "offload_folder", "ray", "ray_workers")  # how a run is carried out, not what it makes
+# how a run is carried out, not what it makes
+OPERATIONAL = ("restart", "log_json", "device", "device_map", "max_memory", "offload_folder", "ray", "ray_workers")
