@@ -19,7 +19,7 @@ from engine.settings import SketchSettings
 from engine.signs import ScaleKind
 
 PAPER_K, PAPER_M = 2048, 8192
-DIRECTIONS, REFINE, FLATTEN = 0.65, 2, 0.0  # principal directions per bit, passes over the signs, power of sigma: docs/sketch-design.md
+DIRECTIONS, REFINE, FLATTEN = 0.65, 2, 0.5  # principal directions per bit, passes over the signs, power of sigma: docs/sketch-design.md
 SCRATCH, LEAST_SCRATCH, LEAST_FITTED = 32, 8 * 10**9, 4096  # bytes of float32 coordinates that fitting may spill per byte of P, and in all
 _FP16 = 2
 
@@ -199,7 +199,7 @@ class _Choice:
         k = dict.fromkeys(blocks, s.k or PAPER_K) if s.k is not None or self.paper else self._bits(blocks)
         if self.factored:
             self.why.append(
-                f"{DIRECTIONS} principal directions per bit, signs chosen together, coordinates chosen jointly, P at two bits per entry, PCA of normalised gradients: the closest to EK-FAC at equal bytes"
+                f"{DIRECTIONS} principal directions per bit, signs chosen together, coordinates chosen jointly, P at two bits per entry, PCA of normalised gradients, directions weighted by sigma^-{FLATTEN}: what predicted retraining best at equal bytes"
             )
         m = self._widths(blocks, k)
         rotate = s.rotate if s.rotate is not None else not self.paper and self.method == "pca"

@@ -54,7 +54,7 @@ def test_one_block_where_the_fitting_set_spans_the_bits_and_layers_otherwise() -
     plan = choose_budget(model(4), settings(bytes_per_example=256), n_fit=5000)
     assert (plan.kind, plan.k, plan.payload_bytes) == ("model", {"model": 8 * 254}, 256)
     assert (plan.rotate, plan.scale, plan.method) == (True, "unbiased", "pca")
-    assert (plan.directions, plan.refine, plan.flatten, plan.quantise, plan.normalise, plan.joint) == (0.65, 2, 0.0, True, True, True)
+    assert (plan.directions, plan.refine, plan.flatten, plan.quantise, plan.normalise, plan.joint) == (0.65, 2, 0.5, True, True, True)
     plan = choose_budget(model(4), settings(bytes_per_example=256), n_fit=500)
     assert plan.kind == "layer"
     assert set(plan.k.values()) == {8 * 62}
