@@ -43,12 +43,11 @@ TABLES: dict[str, Fit] = {"in sample": "train", "disjoint": "disjoint"}
 
 def plans() -> list[Plan]:
     """What is measured in both tables; ordered so that one PCA serves its neighbours."""
-    found = [Plan("module", k, 8192) for k in (8, 32, 64, 128, 256, 512, 1024, 2048)]
+    found = [Plan("module", k, 8192) for k in (8, 32, 64, 128, 256, 512, 1024)]
     found += [Plan("module", k, 8192, float16=True) for k in (8, 32, 128, 512)]
     found += [Plan("module", k, 8192, rotate=True, scale="unbiased") for k in (32, 128, 496)]
-    found += [Plan("module", k, 8192, spread=True) for k in (16 * 32, 16 * 128, 16 * 512)]
-    for width in WIDTHS:
-        found += [Plan("model", k, width, rotate=True, scale="unbiased") for k in (112, 240, 496, 1008, 1880, 2032)]
+    found += [Plan("module", 16 * 32, 8192, spread=True)]
+    found += [Plan("model", k, 16384, rotate=True, scale="unbiased") for k in (112, 240, 496, 1008, 1880, 2032)]
     found += [Plan("model", k, 16384) for k in (112, 240, 496, 1008, 2032)]
     found += [Plan("model", k, 16384, rotate=True) for k in (240, 1008)]
     found += [Plan("model", k, 16384, float16=True) for k in (64, 256, 1008, 2032)]
@@ -56,15 +55,14 @@ def plans() -> list[Plan]:
     found += [Plan("model", k, 16384, normalise=True) for k in (112, 496)]
     found += [Plan("layer", k, 16384, rotate=True, scale="unbiased") for k in (48, 112, 240, 496, 1008, 2032)]
     found += [Plan("layer", k, 16384) for k in (112, 496, 2032)]
-    for width in (8192, 16384):
-        found += [Plan("model", k, width, scale="unbiased", directions=0.65, refine=2) for k in (240, 1008, 2032)]
-        found += [Plan("model", k, width, scale="unbiased", directions=0.65, refine=2, normalise=True) for k in (112, 240, 496, 1008, 2032)]
+    found += [Plan("model", k, 16384, scale="unbiased", directions=0.65, refine=2) for k in (240, 1008, 2032)]
     found += [Plan("model", k, 16384, scale="unbiased", directions=share, refine=2, normalise=True) for k, share in ((4080, 0.5), (8176, 0.125))]
     found += [Plan("layer", k, 16384, scale="unbiased", directions=0.65, refine=2, normalise=True) for k in (112, 496, 1008, 2032)]
-    for power in (0.0, 0.25, 0.5, 0.75, 1.0):
+    for power in (0.0, 0.25, 0.5, 0.75):
         found += [Plan("model", k, 16384, scale="unbiased", directions=0.65, refine=2, normalise=True, flatten=power) for k in (112, 240, 496, 1008, 2032)]
-        found += [Plan("model", k, 16384, scale="unbiased", directions=1, normalise=True, flatten=power) for k in (112, 496, 2032)]
-    found += [Plan("layer", k, 16384, scale="unbiased", directions=0.65, refine=2, normalise=True, flatten=0.5) for k in (496, 1008, 1984)]
+    found += [Plan("model", k, 16384, scale="unbiased", directions=1, normalise=True, flatten=0.5) for k in (112, 496, 2032)]
+    found += [Plan("model", k, 16384, scale="unbiased", directions=0.65, refine=2, normalise=True) for k in (4080, 7984)]
+    found += [Plan("layer", k, 16384, scale="unbiased", directions=0.65, refine=2, normalise=True, flatten=0.5) for k in (1008, 1984)]
     return found
 
 
