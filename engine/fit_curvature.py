@@ -22,6 +22,7 @@ from engine.eigen import eigenbasis
 from engine.errors import DataError, LimitError, NumericalError
 from engine.example import Batch, Example, collate, plan_batches
 from engine.groups import CANDIDATES, Group, in_gb
+from engine.interruptible import interruptible
 from engine.lambda_pass import Basis, LambdaSums, candidate_positions
 from engine.memory import FitEstimate, estimate_fit, free_memory
 from engine.model import LoadedModel
@@ -160,11 +161,14 @@ class _Fit:
 
     def step(self, phase: str) -> None:
         self.done += 1
+        self.report(phase)
+
+    def report(self, phase: str) -> None:
         if self.progress is not None:
             self.progress(phase, self.done, self.total)
 
     def decompose(self, matrix: Tensor, what: str) -> tuple[Tensor, Tensor]:
-        found = eigenbasis(matrix, what)
+        found = interruptible(lambda: eigenbasis(matrix, what), lambda: self.report("eigenbases"))  # a wide factor takes minutes
         self.step("eigenbases")
         return found
 

@@ -26,9 +26,10 @@ def interruptible(work: Callable[[], T], look: Callable[[], None]) -> T:
 
     thread = threading.Thread(target=run, name=NAME, daemon=True)
     thread.start()
+    thread.join(LOOK)
     while thread.is_alive():
-        thread.join(LOOK)
         look()
+        thread.join(LOOK)
     if failed:
         raise failed[0]
     return done[0]
