@@ -57,7 +57,7 @@ def joined(address: str) -> Iterator[Any]:
     require_ray()
     place = parse_address(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # a process without a GPU of its own keeps seeing what the machine has
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # what Ray will do by default, and warns about until then
     import ray
 
     if ray.is_initialized():

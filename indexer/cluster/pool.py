@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -143,5 +144,5 @@ class Pool:
 
 
 def _reason(error: Exception) -> str:
-    text = str(error).strip()
+    text = re.sub(r"\x1b\[\d*m", "", str(error)).strip()  # Ray colours its messages
     return text.splitlines()[0][:200] if text else type(error).__name__

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 
 from engine.cluster import cause_of
@@ -42,10 +42,9 @@ class Searching:
         sent = [handle.ask.remote(*own) for handle, own in zip(self.handles, arguments, strict=True)]
         try:
             return [response.result(timeout_s=max(end - time.monotonic(), 0.001)) for response in sent]
+        except RayTaskError as e:  # it has answered, with an error
+            raise (cause_of(e) or e) from None
         except (RayError, RayServeException, TimeoutError) as e:
-            ours = cause_of(e)
-            if ours is not None:
-                raise ours from None
             raise ApiError("shard-unavailable", "A part of the index does not answer; retry in 2 s.", headers={"Retry-After": "2"}) from e
         finally:
             for response in sent:
