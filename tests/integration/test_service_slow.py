@@ -122,7 +122,6 @@ def test_killed_and_started_again(pristine_store: Path, launch: Callable[..., An
 def test_new_generations_under_load_mix_nothing(own_store: Path, launch: Callable[..., Any], texts: tuple[str, ...], tmp_path: Path) -> None:
     asked = questions(texts, 20)
     served = launch(own_store, "--reload-seconds", "0.2", "--log-level", "warning")
-    rows = {served.client().info().store.generation: 120}
     seen: Counter[str] = Counter()
     wrong: list[str] = []
 
@@ -158,7 +157,7 @@ def test_new_generations_under_load_mix_nothing(own_store: Path, launch: Callabl
     asyncio.run(main())
     thread.join()
     assert not wrong, wrong[:3]
-    assert len(seen) == 4 and set(rows) < set(seen), seen
+    assert len(seen) == 4 and "000001" in seen, seen
 
 
 def test_hostile_input_while_others_are_answered(
