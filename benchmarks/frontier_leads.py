@@ -31,6 +31,7 @@ from engine.refine import refine_signs
 WIDTH = 16384
 BITS = (496, 2032)
 RANKS = (4, 8, 11, 16)
+POWERS = (0.0, 0.25, 0.5, 0.75, 1.0)
 SMALL_DAMPING = 0.01
 Scores = Callable[[], Floats]
 
@@ -145,12 +146,18 @@ def leads(lab: Lab, g: Gradients, fit: Fit, folder: Path, only: Sequence[str]) -
     def on(form: Callable[..., Floats], power: float, *arguments: object) -> Scores:
         return lambda: form(weighted(lab, fit, power), *arguments)
 
+    if "floats" in only:
+        for power in POWERS:
+            yield f"floats, flattened {power:g}", 2.0 * (fitted.stop - fitted.start), None, on(floats, power, train, query)
     for k in BITS:
         size = k / 8 + 2
         yield f"default's form, k={k}", size, None, on(framed, FLATTEN, k, train, query)
         if "axes" in only:
             for power in (0.0, 0.5, 1.0):
                 yield f"signs along the axes, weights of power {power:g}, k={k}", size, k, on(axis_weights, 0.0, k, train, query, fitted, power)
+        if "damped" in only:
+            for c in (1.0, 0.3, 0.1):
+                yield f"weights damped by {c:g}, k={k}", size, k, partial(damped, lab, fit, c, k, train, query)
         if "hybrid" in only:
             for share in (16, 8):
                 yield f"hybrid, 1/{share} of the bits on axes, k={k}", size, k, on(hybrid, FLATTEN, k, train, query, k // share)
@@ -177,6 +184,17 @@ def leads(lab: Lab, g: Gradients, fit: Fit, folder: Path, only: Sequence[str]) -
 
 def distance(a: int, b: int) -> int:
     return abs(a - b)
+
+
+def floats(x: Floats, train: slice, query: slice) -> Floats:
+    return x[query] @ x[train].T
+
+
+def damped(lab: Lab, fit: Fit, c: float, k: int, train: slice, query: slice) -> Floats:
+    """Directions weighted by (sigma^2 + c sigma_1^2)^-1/2 on both sides instead of a power of sigma."""
+    found = lab.coordinates("model", WIDTH, fit, normalise=True)
+    weight = 1 / np.sqrt(np.square(found.singular[0] / found.singular[0][0]) + c)
+    return framed(np.asarray(found.x[0] * (weight / weight.mean()), np.float32), k, train, query)
 
 
 def framed(x: Floats, k: int, train: slice, query: slice) -> Floats:
@@ -237,7 +255,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=outcomes.RESULTS)
-    every = ("axes", "hybrid", "decoder", "kronecker", "damping")
+    every = ("floats", "damped", "axes", "hybrid", "decoder", "kronecker", "damping")
     parser.add_argument("--only", nargs="*", choices=every, default=list(every))
     args = parser.parse_args()
     torch.set_num_threads(1)
