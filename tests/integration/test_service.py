@@ -330,8 +330,8 @@ def test_a_process_serves_drains_and_ends_with_0(
         for f in futures:
             try:
                 f.result()
-            except httpx.RemoteProtocolError as e:  # an idle connection that was closed between two requests
-                assert "without sending" in str(e)
+            except (httpx.RemoteProtocolError, httpx.ReadError) as e:  # an idle connection that was closed between two requests, or just as one was sent
+                assert "without sending" in str(e) or "reset by peer" in str(e)
     assert len(statuses) >= 4 and set(statuses) == {200}
     log = [json.loads(line) for line in served.log.read_text().splitlines() if line.startswith("{")]
     assert any(line["event"] == "draining" for line in log) and not any(line["level"] == "error" for line in log)
