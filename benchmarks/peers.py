@@ -31,7 +31,12 @@ from indexer.evaluate import metrics
 
 HERE = Path(__file__).parent
 THROUGH: list[str] = []  # what every worker is started through, for instance nice
-KRONFLUENCE_BATCHES = {1: ((128, 128),), 10: ((128, 128),), 100: ((128, 32), (128, 128)), 1000: ((128, 128), (1000, 64))}  # queries, examples
+KRONFLUENCE_BATCHES = {
+    1: ((128, 32), (128, 128)),
+    10: ((128, 32), (128, 128)),
+    100: ((128, 32), (128, 128)),
+    1000: ((128, 128), (1000, 64)),
+}  # queries, examples
 REFERENCE = "exact"
 PAGES = (HERE.parent / "README.md", HERE.parent / "docs" / "peers.md")
 
