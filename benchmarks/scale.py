@@ -290,8 +290,8 @@ def offload(work: Path, variant: str) -> None:
             {
                 "held_after_loading": held,
                 "weights_planned": weight_bytes(loaded),
-                "peak": peak.peak - before,
-                "planned": plan.peak,
+                "peak": peak.peak - before - held,
+                "planned": plan.work,
                 "fit_seconds": seconds,
                 "coordinates_seconds": time.perf_counter() - started,
                 "groups": len(plan.groups),

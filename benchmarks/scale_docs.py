@@ -126,7 +126,7 @@ def offload(found: dict[str, Any]) -> str:
     rows = [
         [
             {"memory": "all in memory", "disk": "25 of 30 layers on disk"}[v],
-            gb(found[v]["held_after_loading"]),
+            gb(found[v]["weights_planned"]),
             gb(found[v]["peak"]),
             gb(found[v]["planned"]),
             f"{found[v]['planned_over_peak']:.2f}",
@@ -134,7 +134,7 @@ def offload(found: dict[str, Any]) -> str:
         ]
         for v in ("memory", "disk")
     ]
-    return table(["", "after loading", "peak of the fit", "planned", "plan / peak", "fit of 3 layers"], rows) + (
+    return table(["", "weights in memory, planned", "peak of the fit beside weights", "planned", "plan / peak", "fit of 3 layers"], rows) + (
         f"\nLargest difference of a coordinate, relative to its module's largest, over {found['modules']} modules: {found['largest_difference']:.1e}.\n"
     )
 

@@ -21,6 +21,7 @@ from engine.experts import ExpertLinear
 from engine.loss import Labels, LossStats, forward_backward
 from engine.model import LoadedModel
 from engine.modules import TrackedModule, bare, evaluation_mode
+from engine.placement import release_heap
 from engine.recompute import recomputed_layers
 
 Consume = Callable[[TrackedModule, Tensor, Tensor], None]
@@ -97,6 +98,8 @@ class Capture:
         with _frozen(bare(self.loaded.model)), run.hooked(), same_kernel(self.loaded.device), recomputed, torch.enable_grad():
             stats = forward_backward(self.loaded, batch, labels, seed, run.start_backward)
         run.flush()
+        if self.loaded.kept_elsewhere:
+            release_heap()
         return stats
 
 

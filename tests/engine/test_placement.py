@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,11 +27,12 @@ from engine.fit_projection import fit_projection
 from engine.memory import estimate_fit, weight_bytes
 from engine.model import LoadedModel, fingerprint_mismatch, load_model
 from engine.modules import track
-from engine.placement import device_of, kept_elsewhere, tensors
+from engine.placement import device_of, kept_elsewhere, release_heap, tensors
 from engine.readahead import ReadAhead, tensor_ranges
 from engine.selection import select_coordinates
 from engine.settings import FitSettings, ModelSettings
 from engine.sketcher import Sketcher
+from indexer.process import resident
 from indexer.weights import weights_hash
 
 LAYERS = 6
@@ -216,3 +218,16 @@ def test_reading_ahead_names_the_bytes_of_each_tensor(tmp_path: Path) -> None:
     for name in ("a", None, "unknown"):
         ahead.will_need(name)
     ahead.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_freed_memory_goes_back_to_the_system() -> None:
+    def anonymous() -> int:
+        return resident()["anonymous"]
+
+    blocks = [bytearray(100_000) for _ in range(2000)]  # below the size that the allocator maps by itself
+    keep = blocks[::50]  # so that the heap's top cannot be given back alone
+    held = anonymous()
+    del blocks
+    release_heap()
+    assert held - anonymous() > 150_000_000 and len(keep) == 40
