@@ -19,7 +19,7 @@ LEVELS = (-1.510, -0.4528, 0.4528, 1.510)  # of a standard normal entry, least s
 THRESHOLD = 0.9816
 PER_BYTE = 4
 _COMPILED = 1 << 20  # bytes of codes from which compiling pays
-_CONVERT = 1 << 18  # entries expanded to float32 at a time: on a CPU the buffer stays in its cache
+_CONVERT = 1 << 20  # entries expanded to float32 at a time: on a CPU the buffer stays in its cache
 _CONVERT_GPU = 1 << 26
 _TABLES: dict[torch.device, torch.Tensor] = {}
 
