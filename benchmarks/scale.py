@@ -87,6 +87,7 @@ def alone(work: Path, store: Path, data: Path) -> None:
     sketcher = Sketcher.load(work / "first" / "shared" / "sketch", loaded, batch_tokens=settings.batch_tokens)
     reporter, stop = Reporter(log_json=True), StopRequest()
     prepared = prepared_of(settings, loaded, store / "prepared")
+    sketcher.sketch(prepared.examples(range(64)), prepared.rows(range(64)))  # as the workers are warm before they are timed
     with StoreWriter(store) as writer:
         print("ready", flush=True)
         sys.stdin.readline()

@@ -37,7 +37,7 @@ def sketch_hours(examples: float, parameters: float) -> float:
 
 def plans(found: dict[str, Any]) -> str:
     rows = []
-    for name, p in found.items():
+    for name, p in sorted(found.items(), key=lambda item: item[1]["parameters"]):
         fit = p["fit"]
         cards = "one card" if fit["cards"] == 1 else f"{fit['cards']} cards"
         rows.append(
@@ -47,9 +47,9 @@ def plans(found: dict[str, Any]) -> str:
                 gb(p["factors"]),
                 gb(p["lambda"]),
                 f"{gb(fit['peak'])}, {cards}",
-                f"{fit['groups']} groups, {fit['passes']} passes, {hours(fit['hours'])}",
+                f"{fit['groups']} group{'s' if fit['groups'] > 1 else ''}, {fit['passes']} passes, {hours(fit['hours'])}",
                 gb(p["shared"]),
-                f"{gb(p['gradient_16_bit'])} / {PAPER_BYTES[name]:,} B / {SKETCH} B",
+                f"{p['gradient_16_bit'] / 1e9:.3f} GB / {PAPER_BYTES[name]:,} B / {SKETCH} B",
             ]
         )
     return table(
