@@ -103,12 +103,12 @@ def fit_projection(
         bits, d = fit.components(block, wanted[block], found)
         fit.gain.append(2.0 ** -round(np.log2(sum(widths[block])) / 2))
         if directions is not None:
-            frames.append(random_frame(d, bits, rng).to(torch.float16))
+            bend = flattening(found.singular, d, flatten) if flatten and found.rank else np.ones(d)
+            frames.append((torch.from_numpy(bend)[:, None] * random_frame(d, bits, rng)).to(torch.float16))
+            if flatten:
+                weighting.append(bend.astype(np.float32))
         rotation = random_rotation(bits, rng) if rotate and directions is None else None
-        bend = flattening(found.singular, d, flatten) if flatten and found.rank else np.ones(d)
-        if flatten:
-            weighting.append(bend.astype(np.float32))
-        left, own = loading(found, d, rotation, weights, bend / fit.gain[-1])
+        left, own = loading(found, d, rotation, weights, fit.gain[-1])
         fitted.append(own)
         left = left.to(product)
         for name in members:

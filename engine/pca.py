@@ -114,19 +114,17 @@ def _decompose(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values, vectors.to(matrix.device)
 
 
-def loading(
-    found: Spectrum, d: int, rotation: torch.Tensor | None, weights: NDArray[np.float64] | None, gains: NDArray[np.float64]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def loading(found: Spectrum, d: int, rotation: torch.Tensor | None, weights: NDArray[np.float64] | None, gain: float) -> tuple[torch.Tensor, torch.Tensor]:
     """(n, d) float64 L with P_u = Z_u^T L, and (n, d) float32 on the CPU: the fitting examples' own coordinates Z P.
 
-    L = U diag(gains / sigma), its rows weighted as the Gram matrix was, its columns rotated; Z P = U diag(sigma * gains) with the weights divided out.
+    L = U diag(1 / sigma) / gain, its rows weighted as the Gram matrix was, its columns rotated; Z P = U diag(sigma) / gain with the weights divided out.
     A block of rank 0 gives zeros.
     """
     n = len(found.vectors)
     if found.rank == 0:
         return torch.zeros(n, d, dtype=torch.float64, device=found.vectors.device), torch.zeros(n, d)
-    u, sigma, gain = found.vectors[:, :d], torch.from_numpy(found.singular[:d]), torch.from_numpy(gains)
-    left, own = u * (gain / sigma).to(u.device), u * (gain * sigma).to(u.device)
+    u, sigma = found.vectors[:, :d], torch.from_numpy(found.singular[:d]).to(found.vectors.device)
+    left, own = u / (gain * sigma), u * (sigma / gain)
     own[torch.from_numpy(found.norms == 0).to(u.device)] = 0  # exactly: such an example has no scale
     if weights is not None:
         w = torch.from_numpy(weights).to(u.device)[:, None]

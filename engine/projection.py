@@ -43,7 +43,7 @@ class Projection:
     layout; block_modules {block: module names}; widths {module: m_u}; scale: how `encode` scales the bits; c (n_blocks,) float32; method;
     gain (n_blocks,): x of a block is gain * sum_u z_u P_u as stored (a power of two that keeps P's entries near 1, or 1/sqrt(k) for the SRHT);
     directions (n_blocks,): d of each block, k where P is not factored; matrices {module: (m_u, d_b)} for PCA; frames: F (d_b, k_b) fp16 of each block, none
-    where P is not factored; flattening: weights (d_b,) that V of each block carries per direction, none where all are 1; refine: passes over the signs; hadamard: one SRHT per block otherwise; info: ranks, energies, notices of the fit.
+    where P is not factored; flattening: weights (d_b,) that F of each block carries per direction (not V, whose two bits the weak ones would take), none where all are 1; refine: passes over the signs; hadamard: one SRHT per block otherwise; info: ranks, energies, notices of the fit.
     """
 
     layout: BlockLayout
@@ -128,7 +128,7 @@ class Projection:
         total = np.zeros(len(x))
         for b, (frame, weights) in enumerate(zip(self.frames, self.flattening, strict=True)):
             v = x[:, self.layout.slice(b)] @ frame.float().cpu().numpy().T
-            total += np.square(v / weights, dtype=np.float64).sum(axis=1)
+            total += np.square(v / weights**2, dtype=np.float64).sum(axis=1)
         return total
 
     def signs(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -136,7 +136,11 @@ class Projection:
         signs = np.where(x >= 0, np.float32(1), np.float32(-1))
         if self.frames and self.refine:
             if not self._grams:
-                self._grams.extend((f.float().T @ f.float()).numpy() for f in (f.cpu() for f in self.frames))
+                for b, frame in enumerate(self.frames):
+                    tight = frame.cpu().float()
+                    if self.flattening:
+                        tight = tight / torch.from_numpy(self.flattening[b])[:, None]
+                    self._grams.append((tight.T @ tight).numpy())
             for b, gram in enumerate(self._grams):
                 own = self.layout.slice(b)
                 signs[:, own] = refine_signs(np.ascontiguousarray(x[:, own]), gram, self.refine)

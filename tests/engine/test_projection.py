@@ -353,3 +353,19 @@ def test_c_needs_no_second_look_at_the_coordinates(options: dict[str, Any], norm
     s = projection.scales(project_rows(projection, z))
     assert (s[4] == 0).all()
     np.testing.assert_allclose(projection.c, np.exp(np.log(np.delete(s, 4, 0)).mean(axis=0)), rtol=2e-4)
+
+
+def test_weights_of_directions_cost_a_two_bit_p_nothing() -> None:
+    """Coordinates that one example owns, as real ones are: their errors add up, and weights inside P would let the weak directions drown the strong."""
+    rng = np.random.default_rng(0)
+    z = {"a": (rng.standard_normal((30, 4000)) * rng.lognormal(0, 2, (30, 4000)) * np.exp(-np.arange(30) / 6)[:, None]).astype(np.float32)}
+    plain, weighted = (fit_projection(z, {"m": ["a"]}, 60, directions=0.5, refine=2, flatten=power, quantise=True) for power in (0.0, 0.5))
+    x, y = (p.project(tensors(z)).numpy() for p in (plain, weighted))
+    assert weighted.flattening[0].max() / weighted.flattening[0].min() > 2
+    np.testing.assert_allclose(weighted.captured(y), plain.captured(x), rtol=5e-3)
+    assert torch.equal(weighted.matrices["a"].codes, plain.matrices["a"].codes)  # type: ignore[union-attr]  # both at two bits
+    tight = weighted.frames[0].double().numpy() / weighted.flattening[0][:, None]
+    for row, signs in zip(y.astype(np.float64), weighted.signs(y), strict=True):  # refined in the frame without the weights, no worse than plain signs
+        target = tight @ row
+        chosen, first = (float((tight @ b @ target) ** 2 / np.square(tight @ b).sum()) for b in (signs, np.where(row >= 0, 1.0, -1.0)))
+        assert chosen >= first * (1 - 1e-6)
