@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import re
@@ -186,6 +187,11 @@ def test_hostile_input_while_others_are_answered(
                     break
             if not 400 <= response.status_code < 500 or best >= 0.2:
                 wrong.append(f"{name}: {response.status_code} in {best:.3f} s")
+        limit = time.perf_counter() + 30  # a busy machine answers few others during the first round: they have to get on while the hostile ones go on
+        for _, body, headers in itertools.cycle(hostile_cases):
+            if normal[200] > 20 or time.perf_counter() > limit:
+                break
+            client.post("/v1/influence", content=body, headers=headers)
     stop.set()
     thread.join()
     assert not wrong, "\n".join(wrong)
