@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from engine.recompute import recomputed_layers
 from engine.settings import FitSettings
 
 IDENTITY = "fit.json"
+WIDE = 2048  # rows from which a decomposition takes more than seconds; below, the memory that another thread keeps would count
 Progress = Callable[
     [str, int, int], None
 ]  # (covariance | eigenbases | eigenvalues, steps done, steps in all); a step is a batch of a pass, or one decomposition
@@ -168,7 +170,8 @@ class _Fit:
             self.progress(phase, self.done, self.total)
 
     def decompose(self, matrix: Tensor, what: str) -> tuple[Tensor, Tensor]:
-        found = interruptible(lambda: eigenbasis(matrix, what), lambda: self.report("eigenbases"))  # a wide factor takes minutes
+        solve = partial(eigenbasis, matrix, what)
+        found = solve() if len(matrix) < WIDE else interruptible(solve, lambda: self.report("eigenbases"))
         self.step("eigenbases")
         return found
 
