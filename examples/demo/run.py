@@ -20,7 +20,7 @@ import httpx
 from steps import ask, console, eogp, read_jsonl, server, show
 
 BYTES_PER_EXAMPLE = 256
-PROJECTION_BYTES = "40MB"  # well below the default of 1 GB: the model is small, and fitting takes a minute instead of ten
+PROJECTION_BYTES = "40MB"  # well below the default of 1 GB: the model is small, and fitting takes seconds instead of minutes
 QUESTIONS = (
     ("The capital of Mongolia is", " Ulaanbaatar"),
     ("The chemical symbol of Tungsten is", " W"),
