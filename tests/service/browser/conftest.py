@@ -186,6 +186,10 @@ class Page:
             time.sleep(0.02)
         raise AssertionError(f"waited in vain for {what}; the page says: {self.one('body', 1).text[:600]}")
 
+    def text(self, css: str) -> str:
+        """Of the first visible element, also while the page is drawing it anew."""
+        return str(self.until(lambda: (self.one(css).text,), css)[0])
+
     def click(self, css: str) -> None:
         element = self.one(css)
         self.driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", element)
@@ -213,7 +217,7 @@ class Page:
         self.write("#completion", completion)
         self.click("#ask")
         self.until(lambda: len(self.backend.requests) > before, "the request")
-        self.until(lambda: self.one("#ask").text.startswith("Ask") and self.one("#ask").is_enabled(), "the answer")
+        self.until(lambda: self.text("#ask").startswith("Ask") and self.one("#ask").is_enabled(), "the answer")
         return self
 
     def asked(self) -> Any:

@@ -13,7 +13,7 @@ from service.security import Keys
 
 def test_ask_shows_both_sides_and_token_colours(visit: Any) -> None:
     page = visit()
-    assert "60 examples" in page.one("#facts").text and page.one(".empty h2").text == "Ask about anything the model said"
+    assert "60 examples" in page.text("#facts") and page.text(".empty h2") == "Ask about anything the model said"
     page.ask()
     assert page.asked().queries[0].completion == " Ulaanbaatar" and page.asked().tokens is True
     for side, sign in ((".side.pro", "+"), (".side.opp", "−")):
@@ -27,7 +27,7 @@ def test_ask_shows_both_sides_and_token_colours(visit: Any) -> None:
     assert len(set(resting)) > 2  # each by what it carries
     assert "".join(t.get_attribute("textContent") for t in page.all(".asked .token")) == "The capital of Mongolia is Ulaanbaatar"
     page.script("arguments[0].focus()", page.all(".side.pro .hit")[1])
-    page.until(lambda: page.colours() != resting and "for result 2" in page.one(".legend").text, "colours of result 2")
+    page.until(lambda: page.colours() != resting and "for result 2" in page.text(".legend"), "colours of result 2")
     driven = page.colours()
     page.script("document.activeElement.blur()")
     page.until(lambda: page.colours() == resting, "resting colours")
@@ -40,9 +40,9 @@ def test_pointing_at_a_result_colours_the_query(visit: Any) -> None:
     page = visit().ask()
     resting = page.colours()
     ActionChains(page.driver).move_to_element(page.all(".side.pro .hit")[0]).perform()
-    page.until(lambda: "for result 1" in page.one(".legend").text and page.colours() != resting, "colours of result 1")
+    page.until(lambda: "for result 1" in page.text(".legend") and page.colours() != resting, "colours of result 1")
     ActionChains(page.driver).move_to_element(page.one("h1")).perform()
-    page.until(lambda: page.colours() == resting and "carries" in page.one(".legend").text, "resting colours")
+    page.until(lambda: page.colours() == resting and "carries" in page.text(".legend"), "resting colours")
 
 
 def test_own_tokens_on_request(visit: Any) -> None:
@@ -67,7 +67,7 @@ def test_chips_filter_and_can_be_removed(visit: Any) -> None:
     page = visit().ask()
     page.click(".side.pro .hit:nth-child(2) button.chip")
     page.until(lambda: page.asked().filter is not None and page.all("#filters .chip"), "filter")
-    assert (page.asked().filter.field, page.asked().filter.eq) == ("kind", "speech") and "kind speech" in page.one("#filters").text
+    assert (page.asked().filter.field, page.asked().filter.eq) == ("kind", "speech") and "kind speech" in page.text("#filters")
     page.until(lambda: len(page.all(".side.pro .hit")) == 10, "answer")
     page.script("document.querySelectorAll('.side.pro .hit')[1].querySelectorAll('button.chip')[1].click()")
     page.until(lambda: page.asked().filter.and_ is not None, "two filters")
@@ -81,11 +81,11 @@ def test_chips_filter_and_can_be_removed(visit: Any) -> None:
 def test_example_dialog_with_neighbours(visit: Any) -> None:
     page = visit().ask()
     page.press("Open", ".side.opp .hit:nth-child(4)")
-    assert page.one("#example-title").text == "opp-4"
-    assert page.until(lambda: page.one("dialog .full").text, "text").startswith("Fellow-Citizens") and page.one("dialog .full").text.endswith("prosperous.")
-    assert "Self-influence" in page.one("dialog .stats").text and len(page.all(".neighbours button")) == 6
+    assert page.text("#example-title") == "opp-4"
+    assert page.until(lambda: page.text("dialog .full"), "text").startswith("Fellow-Citizens") and page.text("dialog .full").endswith("prosperous.")
+    assert "Self-influence" in page.text("dialog .stats") and len(page.all(".neighbours button")) == 6
     page.click(".neighbours li:nth-child(2) button")
-    page.until(lambda: page.one("#example-title").text == "r1", "the neighbour")
+    page.until(lambda: page.text("#example-title") == "r1", "the neighbour")
     page.press("Close", "dialog")
     page.until(lambda: not page.script("return document.getElementById('example').open"), "closing")
 
@@ -100,7 +100,7 @@ def test_unusual_examples(visit: Any) -> None:
     page.choose("order", "position")
     page.until(lambda: page.all("#unusual .hit .id")[0].text == "r0", "another order")
     page.press("Open", "#unusual .hit:first-child")
-    assert page.one("#example-title").text == "r0"
+    assert page.text("#example-title") == "r0"
 
 
 def test_copies(visit: Any) -> None:
@@ -108,7 +108,7 @@ def test_copies(visit: Any) -> None:
     page.script("window.copied = []; navigator.clipboard.writeText = async (t) => { window.copied.push(t); }")
     for name in ("JSON", "CSV", "curl"):
         page.press(f"Copy {name}")
-        page.until(lambda name=name: f"{name} copied" in page.one("#toast").text, "toast")
+        page.until(lambda name=name: f"{name} copied" in page.text("#toast"), "toast")
     as_json, as_csv, as_curl = page.script("return window.copied")
     assert json.loads(as_json)["results"][0]["proponents"][0]["id"] == "pro-1"
     import csv
@@ -134,8 +134,8 @@ def test_every_option_reaches_the_request(visit: Any) -> None:
     sent = page.asked()
     assert (sent.top_k, sent.score, sent.direction, sent.truncation, sent.rescore) == (3, "cosine", "proponents", "left", "gradients")
     assert sent.candidates.recall == 0.95 and sent.contrast[0].completion == " Beijing" and sent.contrast[0].prompt == sent.queries[0].prompt
-    assert len(page.all(".hit")) == 3 and not page.all(".side.opp") and "rather than" in page.one(".asked").text
-    assert page.all(".hit .text.tokens .token") and "∇" in page.one(".hit .head").text
+    assert len(page.all(".hit")) == 3 and not page.all(".side.opp") and "rather than" in page.text(".asked")
+    assert page.all(".hit .text.tokens .token") and "∇" in page.text(".hit .head")
 
 
 def test_chat_text_and_generation(visit: Any) -> None:
@@ -151,7 +151,7 @@ def test_chat_text_and_generation(visit: Any) -> None:
     page.one(".asked")
     sent = page.asked().queries[0]
     assert [(m.role, m.content) for m in sent.messages] == [("user", "Who are you?"), ("assistant", "A robot."), ("user", "Really?")] and sent.generate
-    assert page.one(".asked h2").text == "What the model said"
+    assert page.text(".asked h2") == "What the model said"
     page.choose("kind", "text")
     page.write("#text", "any text at all")
     page.click("#ask")
@@ -172,7 +172,7 @@ def test_a_classifier_is_asked_with_text_and_class(visit: Any) -> None:
     assert not any(e.is_displayed() for e in page.all(".kinds, #prompt"))
     page.write("#text", "a fine film")
     page.click("#ask")
-    assert "Write the class" in page.one(".notice.warn").text
+    assert "Write the class" in page.text(".notice.warn")
     for given, sent in (("positive", "positive"), ("1", 1)):
         page.write("#label", given)
         page.click("#ask")
@@ -182,14 +182,14 @@ def test_a_classifier_is_asked_with_text_and_class(visit: Any) -> None:
 def test_states_loading_empty_warning_error(visit: Any) -> None:
     page = visit()
     page.click("#ask")
-    assert page.one(".notice.warn").text.startswith("Write what the model said") and page.script("return document.activeElement.id") == "completion"
+    assert page.text(".notice.warn").startswith("Write what the model said") and page.script("return document.activeElement.id") == "completion"
     page.write("#prompt", "slow")
     page.write("#completion", " answer")
     page.click("#ask")
-    assert page.one(".skeleton") and page.one("#ask").text.startswith("Working")
+    assert page.one(".skeleton") and page.text("#ask").startswith("Working")
     page.until(lambda: page.all(".hit"), "the answer")
-    assert "Nothing to rank" in page.ask("empty", " x").one(".empty").text
-    assert "outside what the index was fitted on" in page.ask("far away", " x").one(".notice.warn").text
+    assert "Nothing to rank" in page.ask("empty", " x").text(".empty")
+    assert "outside what the index was fitted on" in page.ask("far away", " x").text(".notice.warn")
     box = page.ask("nonsense", " x").one(".notice.error")
     assert "no target token is left" in box.text and "bad-data" in box.text and "request" in box.text
     page.button("Try again")
@@ -208,11 +208,11 @@ def test_api_key_is_asked_for_and_used(visit: Any, tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("page-key-0123456789 read\n")
     page = visit(keys=Keys.read(path))
-    assert "needs an API key" in page.one(".notice.error").text
+    assert "needs an API key" in page.text(".notice.error")
     page.press("Enter an API key")
     page.one("#key-input").send_keys("page-key-0123456789")
     page.press("Use this key")
-    page.until(lambda: "60 examples" in page.one("#facts").text, "info")
+    page.until(lambda: "60 examples" in page.text("#facts"), "info")
     page.ask()
     assert page.all(".hit")
     page.script("sessionStorage.clear()")
@@ -277,8 +277,8 @@ def test_nothing_overflows_and_nothing_is_fetched_from_elsewhere(visit: Any, wid
 def test_reference_shows_addresses_fields_and_errors(visit: Any) -> None:
     page = visit(path="/docs#error-queue-full")
     page.until(lambda: len(page.all("#reference .op")) == 8, "operations")
-    assert page.all("#error-queue-full") and "retry after the seconds" in page.one("#error-queue-full").text.lower()
-    assert any("truncation" in e.text for e in page.all(".properties code")) and "curl " in page.one("pre").text
+    assert page.all("#error-queue-full") and "retry after the seconds" in page.text("#error-queue-full").lower()
+    assert any("truncation" in e.text for e in page.all(".properties code")) and "curl " in page.text("pre")
 
 
 @pytest.mark.parametrize(
