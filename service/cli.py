@@ -165,8 +165,8 @@ def show(answer: InfluenceResponse) -> None:
             table.add_column("#", justify="right", style="dim", no_wrap=True)
             table.add_column(answer.score, justify="right", no_wrap=True)
             table.add_column("id", style="cyan", overflow="fold", max_width=20)
-            table.add_column("training example", ratio=1, overflow="fold")
-            table.add_column("metadata", style="dim", overflow="fold", max_width=36)
+            table.add_column("training example", ratio=2, overflow="fold")
+            table.add_column("metadata", style="dim", ratio=1, overflow="fold")
             for h in hits:
                 facts = ", ".join(f"{k}={v}" for k, v in h.metadata.items())
                 table.add_row(str(h.rank), f"{h.score:+.4g}", escape(h.id), escape(h.excerpt(240)), escape(facts))
