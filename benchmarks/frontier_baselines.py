@@ -127,7 +127,7 @@ def module_rows(g: Gradients, number: int) -> tuple[dict[str, Row], NDArray[np.f
 
 def logra(rows: Rows, train: Floats, query: Floats, module: object, rng: np.random.Generator) -> None:
     """LoGra: P_o^T G P_i of rank r on both sides, random (Gaussian, as good in the eigenbasis as outside) or PCA start (leading eigenvectors)."""
-    lambda_s, lambda_a = module.lambda_s.numpy(), module.lambda_a.numpy()  # type: ignore[attr-defined]
+    lambda_s, lambda_a = module.lambda_s.numpy(), module.lambda_a.numpy()  # type: ignore[attr-defined]  # both are kept by every fit
     d_out, d_in, r = lambda_s.size, lambda_a.size, max(LOGRA_RANKS)
     left = torch.from_numpy((rng.standard_normal((d_out, r)) / np.sqrt(r)).astype(np.float32))
     right = torch.from_numpy((rng.standard_normal((d_in, r)) / np.sqrt(r)).astype(np.float32))

@@ -265,7 +265,7 @@ def load_outcomes(path: Path, key: str, task: Task) -> dict[str, NDArray[np.floa
 def save_outcomes(path: Path, key: str, task: Task, values: dict[str, NDArray[np.float32]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part.npz")
-    np.savez_compressed(part, key=np.array(key), task=np.array(json.dumps(asdict(task))), **values)  # type: ignore[arg-type]
+    np.savez_compressed(part, key=np.array(key), task=np.array(json.dumps(asdict(task))), **values)  # type: ignore[arg-type]  # numpy's stub takes `allow_pickle` for one of the arrays
     part.replace(path)
 
 

@@ -69,7 +69,7 @@ def main() -> None:
         found = outcomes.query_losses(outcomes.fine_tune(task, base, [train_ids[j] for j in kept], 0), query_ids)
         values[f"losses/{name}"][i] = found if name == "random" else found[i]
         part = args.path.with_suffix(".part.npz")
-        np.savez_compressed(part, key=np.array(key), **values)  # type: ignore[arg-type]
+        np.savez_compressed(part, key=np.array(key), **values)  # type: ignore[arg-type]  # numpy's stub takes `allow_pickle` for one of the arrays
         part.replace(args.path)
         done += 1
         print(f"{name} {i}: {(time.perf_counter() - start) / done:.0f} s each", flush=True)

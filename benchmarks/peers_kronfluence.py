@@ -16,7 +16,7 @@ from kronfluence.task import Task
 from kronfluence.utils.dataset import DataLoaderKwargs
 
 
-class Summed(Task):  # type: ignore[misc]
+class Summed(Task):  # type: ignore[misc]  # kronfluence is not installed where types are checked
     """Token-summed cross-entropy as loss and as measurement, labels sampled for the Fisher."""
 
     def __init__(self, names: list[str]) -> None:

@@ -17,7 +17,7 @@ from trak.modelout_functions import AbstractModelOutput
 BATCH = 256
 
 
-class LogOdds(AbstractModelOutput):  # type: ignore[misc]
+class LogOdds(AbstractModelOutput):  # type: ignore[misc]  # traker is not installed where types are checked
     """Sum over target tokens of log p / (1 - p); the weight of an example is its mean 1 - p."""
 
     def __init__(self) -> None:

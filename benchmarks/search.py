@@ -103,11 +103,11 @@ def check(segments: list[ArraySegment], layout: BlockLayout, y: np.ndarray, sear
     n = min(segments[0].n, 200_000_000 // layout.total_k)
     allowed = np.arange(segments[0].n) < n
     for score in ("influence", "cosine"):
-        found = searcher.search(SearchRequest(y[:2], TOP, score, allowed=allowed))  # type: ignore[arg-type]
-        true = score_rows(segments[0].codes[:n], segments[0].scales[:n], layout, np.ones(layout.n_blocks, np.float32), y[:2], score)  # type: ignore[arg-type]
+        found = searcher.search(SearchRequest(y[:2], TOP, score, allowed=allowed))  # type: ignore[arg-type]  # the loop runs over Score values, typed str
+        true = score_rows(segments[0].codes[:n], segments[0].scales[:n], layout, np.ones(layout.n_blocks, np.float32), y[:2], score)  # type: ignore[arg-type]  # the loop runs over Score values, typed str
         for q in range(2):
             order = np.argsort(true[q], kind="stable")
-            if found.opponents.positions[q].tolist() != order[:TOP].tolist() or found.proponents.positions[q].tolist() != order[::-1][:TOP].tolist():  # type: ignore[union-attr]
+            if found.opponents.positions[q].tolist() != order[:TOP].tolist() or found.proponents.positions[q].tolist() != order[::-1][:TOP].tolist():  # type: ignore[union-attr]  # both directions were asked for
                 return False
     return True
 

@@ -67,7 +67,7 @@ def test_kernels_give_the_engines_sketch(z: dict[str, np.ndarray], lab: Lab, pla
     x = project_rows(projection, z)
     stored, asked = x[lab.kernels.rows("train")], x[lab.kernels.rows("query")]
     expected = asked @ decode(*projection.encode(stored), projection.layout, projection.c).T
-    found = lab.scores(plan, fit)  # type: ignore[arg-type]
+    found = lab.scores(plan, fit)  # type: ignore[arg-type]  # a Fit, parametrised as str
     assert found.bytes == projection.layout.payload_bytes
     assert found.shared == sum(p.n_bytes for p in projection.matrices.values()) / 2 + sum(2 * f.numel() for f in projection.frames)  # P is float32 here
     assert found.scores is not None

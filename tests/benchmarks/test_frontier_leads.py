@@ -77,7 +77,7 @@ def test_kronecker_sketches_by_a_loop(tmp_path: Path, monkeypatch: pytest.Monkey
         factor=lambda name, c: np.full(6, 2.0, np.float32),
         stored=lambda split, name: parts[split],
     )
-    leads.compress(g, tmp_path)  # type: ignore[arg-type]
+    leads.compress(g, tmp_path)  # type: ignore[arg-type]  # a stand-in with the few attributes it reads
     found = np.load(tmp_path / "kronecker-0.npz")
     t = 2 * np.concatenate([parts[split] for split in SPLITS]).astype(np.float32).reshape(-1, 3, 2)
     again = np.random.default_rng([5, 0])

@@ -192,7 +192,7 @@ def test_candidates_survive_the_disk(tiny_llama: LlamaForCausalLM, tmp_path: Pat
     some = fit_on_candidates(loaded, make_examples(4), 30)
     some.save(tmp_path)
     for name, m in Curvature.load(tmp_path).modules.items():
-        assert torch.equal(m.positions, some.modules[name].positions)  # type: ignore[arg-type]
+        assert torch.equal(m.positions, some.modules[name].positions)  # type: ignore[arg-type]  # both fits are on a candidate set
         assert torch.equal(m.lam, some.modules[name].lam)
 
 

@@ -38,7 +38,7 @@ def test_scores_are_inner_products_of_half_whitened_gradients(fitted: tuple[Load
     t: list[dict[str, np.ndarray]] = []
     for rows in (queries, examples):
         found = {m.name: np.zeros((len(rows), m.n_parameters)) for m in influence.modules}
-        influence.half_whitened(rows, lambda name, where, part, found=found: found[name].__setitem__(where, part.reshape(len(where), -1).numpy()))  # type: ignore[misc]
+        influence.half_whitened(rows, lambda name, where, part, found=found: found[name].__setitem__(where, part.reshape(len(where), -1).numpy()))  # type: ignore[misc]  # a lambda in a loop has no inferred type
         t.append(found)
     expected = sum(t[0][name] @ t[1][name].T for name in t[0])
     np.testing.assert_allclose(influence.scores(queries, examples), expected, rtol=1e-6, atol=1e-7 * np.abs(expected).max())

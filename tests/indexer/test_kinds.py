@@ -16,7 +16,7 @@ from engine.store import Store
 from indexer.index import index
 from indexer.settings import IndexSettings
 
-from .conftest import corpus, write_jsonl  # type: ignore[import-not-found]
+from .conftest import corpus, write_jsonl  # type: ignore[import-not-found]  # a fixture module, resolved by pytest
 
 Make = Callable[..., IndexSettings]
 

@@ -30,7 +30,7 @@ from indexer.inspect_store import inspect_store
 from indexer.settings import AppendSettings, IndexSettings
 from indexer.verify import require_whole, verify
 
-from .conftest import corpus, write_jsonl  # type: ignore[import-not-found]
+from .conftest import corpus, write_jsonl  # type: ignore[import-not-found]  # a fixture module, resolved by pytest
 
 Make = Callable[..., IndexSettings]
 MakeStore = Callable[..., Path]

@@ -18,7 +18,7 @@ from indexer.interruption import InterruptedRunError
 from indexer.reporter import Reporter, Stage
 from indexer.settings import IndexSettings
 
-from .conftest import corpus, write_jsonl  # type: ignore[import-not-found]
+from .conftest import corpus, write_jsonl  # type: ignore[import-not-found]  # a fixture module, resolved by pytest
 
 Run = Callable[..., dict[str, Any]]
 Content = Callable[[Path], dict[str, bytes]]

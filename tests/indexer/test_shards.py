@@ -25,7 +25,7 @@ from indexer.append import append
 from indexer.index import index
 from indexer.settings import AppendSettings, IndexSettings
 
-from .conftest import corpus, write_jsonl  # type: ignore[import-not-found]
+from .conftest import corpus, write_jsonl  # type: ignore[import-not-found]  # a fixture module, resolved by pytest
 
 Make = Callable[..., IndexSettings]
 

@@ -132,7 +132,7 @@ class Served:
     log: Path
 
     def client(self, **options: object) -> InfluenceClient:
-        return InfluenceClient(self.url, **options)  # type: ignore[arg-type]
+        return InfluenceClient(self.url, **options)  # type: ignore[arg-type]  # the options are the caller's
 
     def stop(self, number: int = signal.SIGTERM, seconds: float = 20) -> int:
         if self.process.poll() is None:

@@ -20,7 +20,8 @@ class Recorder:
     """A runner that doubles numbers; `before` sees each batch first."""
 
     def __init__(self, before: Callable[[Sequence[int]], None] | None = None) -> None:
-        self.before, self.batches = before, []  # type: ignore[var-annotated]
+        self.before = before
+        self.batches: list[list[int]] = []
 
     def __call__(self, items: Sequence[int]) -> list[Any]:
         self.batches.append(list(items))

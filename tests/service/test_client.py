@@ -41,7 +41,8 @@ class Script(httpx.BaseTransport, httpx.AsyncBaseTransport):
     """Answers with a list of responses or exceptions, in order."""
 
     def __init__(self, *steps: httpx.Response | Exception) -> None:
-        self.steps, self.seen = list(steps), []  # type: ignore[var-annotated]
+        self.steps = list(steps)
+        self.seen: list[httpx.Request] = []
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         self.seen.append(request)

@@ -243,7 +243,7 @@ def test_a_new_generation_is_noticed(serve: Any, ask: Any, fake: Any) -> None:
 def test_tokenising_counts_against_the_queue(serve: Any, ask: Any, fake: Any) -> None:
     held = threading.Event()
 
-    class Slow(fake):  # type: ignore[misc]
+    class Slow(fake):  # type: ignore[misc]  # the fixture's class
         def prepare(self, request: InfluenceRequest) -> Any:
             assert held.wait(10)
             return super().prepare(request)

@@ -135,7 +135,7 @@ def test_rescored_results_are_ordered_by_uncompressed_influence(asked: QueryEngi
         a, b = reference.scores([_example(asked, PARIS), _example(asked, LIMA)], examples)
         rescored = [h.rescored for h in hits]
         np.testing.assert_allclose(np.array(rescored, float), a - b, rtol=1e-3, atol=1e-4 * np.abs(a).max())
-        assert rescored == sorted(rescored, reverse=best_first)  # type: ignore[type-var]
+        assert rescored == sorted(rescored, reverse=best_first)  # type: ignore[type-var]  # none is None after a re-scoring
         for hit in hits:
             assert hit.tokens is not None
             assert "".join(t.text for t in hit.tokens if t.end) == hit.text
@@ -183,7 +183,7 @@ def test_long_queries_are_refused_or_truncated_as_told(asked: QueryEngine) -> No
     with pytest.raises(LimitError, match=r"queries\[0\].*at most 64 are allowed") as raised:
         ask(asked, long)
     assert raised.value.code == "too-long"
-    left, right = (ask(asked, long, truncation=side).answers[0] for side in ("left", "right"))  # type: ignore[arg-type]
+    left, right = (ask(asked, long, truncation=side).answers[0] for side in ("left", "right"))  # type: ignore[arg-type]  # a Truncation, inferred as str
     for found in (left, right):
         assert found.truncated and found.n_tokens == 64
         assert "truncated to 64 tokens" in " ".join(found.warnings)

@@ -78,7 +78,7 @@ def test_heavy_tails_equal_scores_and_queries_of_every_size(sketches: Any, top: 
     s.y[4] = np.exp(np.linspace(0, 20, 64))
     compare(s, SearchRequest(s.y, top))
     compare(s, SearchRequest(s.y[[0, 1, 2, 4, 5]], top, "cosine"))  # by one coordinate alone every row has the same cosine, up to rounding
-    assert Searcher(s.segments, s.layout, s.c, engine="scan").search(SearchRequest(s.y[:1], 5)).proponents.positions[0].tolist() == [0, 1, 2, 3, 4]  # type: ignore[union-attr]
+    assert Searcher(s.segments, s.layout, s.c, engine="scan").search(SearchRequest(s.y[:1], 5)).proponents.positions[0].tolist() == [0, 1, 2, 3, 4]  # type: ignore[union-attr]  # proponents were asked for
 
 
 def test_rows_that_differ_in_the_last_digit_keep_their_order() -> None:
@@ -128,7 +128,7 @@ def test_a_store_beyond_the_plain_path_uses_the_scan(sketches: Any) -> None:
     searcher = Searcher(s.segments, s.layout, s.c, engine="scan")
     searcher.warm_up()
     np.testing.assert_allclose(
-        searcher.search(SearchRequest(s.y, 3)).proponents.scores[0],  # type: ignore[union-attr]
+        searcher.search(SearchRequest(s.y, 3)).proponents.scores[0],  # type: ignore[union-attr]  # proponents were asked for
         np.sort(score_rows(s.segments[0].codes, s.segments[0].scales, s.layout, s.c, s.y, "influence")[0])[::-1][:3],
         rtol=1e-6,
     )

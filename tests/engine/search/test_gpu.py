@@ -28,7 +28,7 @@ def assert_exact(s: Any, device: str, kernel: bool) -> None:
         for mask in (None, allowed, np.zeros(s.n, np.bool_)):
             rows = np.arange(s.n) if mask is None else np.flatnonzero(mask)
             for top in (1, 7, s.n):
-                found = scanner.best(s.segments, s.y, top, score, [1, -1], mask)  # type: ignore[arg-type]
+                found = scanner.best(s.segments, s.y, top, score, [1, -1], mask)  # type: ignore[arg-type]  # a Score, inferred as str
                 for d, largest in enumerate((True, False)):
                     for q in range(len(s.y)):
                         positions, _ = best(found[d][q][1], found[d][q][0], top, largest=largest)
@@ -44,7 +44,7 @@ def test_plain_torch(sketches: Any, k: Any, sizes: Any) -> None:
 def test_a_searcher_on_a_device(sketches: Any) -> None:
     s = sketches((64,), (30, 25), 3, seed=4)
     request = SearchRequest(s.y, 5, candidates=None)
-    plain, device = (Searcher(s.segments, s.layout, s.c, engine=e, device=torch.device("cpu")).search(request) for e in ("plain", "gpu"))  # type: ignore[arg-type]
+    plain, device = (Searcher(s.segments, s.layout, s.c, engine=e, device=torch.device("cpu")).search(request) for e in ("plain", "gpu"))  # type: ignore[arg-type]  # names of engines, inferred as str
     assert plain.proponents is not None and device.proponents is not None
     assert plain.proponents.positions.tolist() == device.proponents.positions.tolist()
     assert Searcher(s.segments, s.layout, s.c, device=torch.device("cpu")).engine == "plain"

@@ -138,7 +138,7 @@ def test_bad_requests_name_the_field(sketches: Any, change: dict[str, Any], erro
     s = sketches((64,), (5,), 1, seed=10)
     with pytest.raises(error) as raised:
         Searcher(s.segments, s.layout, s.c).search(SearchRequest(s.y, **change))
-    assert raised.value.field == field  # type: ignore[attr-defined]
+    assert raised.value.field == field  # type: ignore[attr-defined]  # every error raised here is an EogpError
 
 
 def test_a_query_that_is_not_finite_is_refused(sketches: Any) -> None:

@@ -45,7 +45,7 @@ def page_backend(request: pytest.FixtureRequest) -> Any:
     """FakeBackend with tokens, texts and metadata; `requests` records what was asked; words in the query provoke errors."""
     fake = request.getfixturevalue("fake")
 
-    class PageBackend(fake):  # type: ignore[misc]
+    class PageBackend(fake):  # type: ignore[misc]  # the fixture's class
         def __init__(self) -> None:
             super().__init__(rows=60, rescore=True, seconds=0.0)
             self.requests: list[schemas.InfluenceRequest] = []
