@@ -25,10 +25,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
+from peers_common import swap_conv1d
 from scipy.stats import spearmanr
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
-from transformers.pytorch_utils import Conv1D
 
 from engine.capture import Capture
 from engine.covariance import CovarianceSums
@@ -78,16 +78,6 @@ def demo_model(vocab: int = 2048) -> tuple[GPT2LMHeadModel, PreTrainedTokenizerF
     model = GPT2LMHeadModel(config)
     swap_conv1d(model)
     return model, PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|endoftext|>", pad_token="<|endoftext|>")
-
-
-def swap_conv1d(model: nn.Module) -> None:
-    """Replace transformers' Conv1D by nn.Linear with the same weights."""
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, Conv1D):
-                linear = nn.Linear(child.nx, child.nf)
-                linear.weight.data, linear.bias.data = child.weight.data.T.contiguous(), child.bias.data
-                setattr(parent, name, linear)
 
 
 def train_briefly(loaded: LoadedModel, examples: list[Example], epochs: int) -> None:

@@ -41,13 +41,18 @@ def load_model(work: Path, *, linear: bool) -> nn.Module:
     """The model under study in float32, evaluation mode. linear: nn.Linear in the place of transformers' Conv1D, same weights."""
     model: nn.Module = AutoModelForCausalLM.from_pretrained(work / "model", attn_implementation="eager").eval()
     if linear:
-        for parent in list(model.modules()):
-            for name, child in list(parent.named_children()):
-                if isinstance(child, Conv1D):
-                    made = nn.Linear(child.nx, child.nf)
-                    made.weight.data, made.bias.data = child.weight.data.T.contiguous(), child.bias.data
-                    setattr(parent, name, made)
+        swap_conv1d(model)
     return model
+
+
+def swap_conv1d(model: nn.Module) -> None:
+    """Replace transformers' Conv1D by nn.Linear with the same weights."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, Conv1D):
+                made = nn.Linear(child.nx, child.nf)
+                made.weight.data, made.bias.data = child.weight.data.T.contiguous(), child.bias.data
+                setattr(parent, name, made)
 
 
 def tracked(model: nn.Module) -> list[str]:

@@ -68,8 +68,9 @@ def fit_projection(
     reduced to the rank (times BITS_PER_DIRECTION with `directions`), with a notice in `info["notices"]`.
     rotate: fold a random rotation of the k coordinates into P. directions: factor P instead, into the leading directions * k principal directions and a
     random tight frame of k columns; refine: passes over the signs inside that frame. normalise: PCA of z / ||z||, so that examples with long gradients do
-    not own the span. flatten (with directions): each direction is weighted by sigma^-flatten on both sides: what EK-FAC left unwhitened between modules is evened out. quantise: P at two
-    bits per entry, else `dtype`. The fit holds one n x n float64 Gram matrix, one module's slice and P, and reads z twice.
+    not own the span. flatten (with directions): each direction is weighted by sigma^-flatten on both sides, which evens out what EK-FAC left unwhitened
+    between modules. quantise: P at two bits per entry, else `dtype`. The fit holds one n x n float64 Gram matrix, some columns of z and P, and reads z
+    three times: for its norms, for the Gram matrix and for P.
     progress: called with (operations done, operations in all), often enough to stop within seconds by raising. checkpoint: folder for the spectra of
     finished blocks, from which a stopped fit of the same z goes on.
     """
