@@ -10,16 +10,18 @@ from typing import Any
 from engine.errors import StoreError
 from engine.store.files import write_file
 from engine.store.manifest import current_generation
+from indexer.versions import versions
 
 WORK, IDENTITY = "work", "job.json"
 
 
 class Job:
-    """Opened once per run. identity: everything that the result depends on, JSON-able; a run with another identity is not a continuation."""
+    """Opened once per run. identity: what the result depends on, JSON-able; the versions of the libraries are added. A run with another identity is not a
+    continuation."""
 
     def __init__(self, store: Path, identity: dict[str, Any], *, restart: bool) -> None:
         self.folder = store / WORK
-        self.identity = json.loads(json.dumps(identity, default=str))
+        self.identity = json.loads(json.dumps({**identity, "versions": versions()}, default=str))
         path = self.folder / IDENTITY
         self.resumed = False
         if path.is_file() and not restart:

@@ -15,6 +15,7 @@ from indexer.interruption import InterruptedRunError, stop_on_signals
 from indexer.job import Job, first_difference, interrupted
 from indexer.plan import Estimate, require_disk
 from indexer.reporter import clock, size
+from indexer.versions import versions
 
 
 def test_a_job_is_resumed_only_by_itself(tmp_path: Path) -> None:
@@ -25,9 +26,17 @@ def test_a_job_is_resumed_only_by_itself(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"\(index\) differs from this one in settings\.k \(1 then, 2 now\)"):
         Job(tmp_path, {"command": "index", "settings": {"k": 2}}, restart=False)
     assert not Job(tmp_path, {"command": "index", "settings": {"k": 2}}, restart=True).resumed
-    assert not (tmp_path / "work" / "prepared").exists() and interrupted(tmp_path) == {"command": "index", "settings": {"k": 2}}
+    assert not (tmp_path / "work" / "prepared").exists() and interrupted(tmp_path) == {"command": "index", "settings": {"k": 2}, "versions": versions()}
     again.finish()
     assert interrupted(tmp_path) is None and not (tmp_path / "work").exists()
+
+
+def test_a_job_is_not_resumed_by_other_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Job(tmp_path, {"command": "index"}, restart=False)
+    monkeypatch.setattr("indexer.job.versions", lambda: {**versions(), "torch": "0.1"})
+    with pytest.raises(StoreError, match=r"differs from this one in versions\.torch \(.* then, '0\.1' now\)"):
+        Job(tmp_path, {"command": "index"}, restart=False)
+    assert not Job(tmp_path, {"command": "index"}, restart=True).resumed
 
 
 @pytest.mark.parametrize(
